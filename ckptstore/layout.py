@@ -110,39 +110,48 @@ def shards_digest(shards: Sequence[Shard]) -> str:
 
 
 def shards_to_json(shards: Sequence[Shard]) -> list[Any]:
-    """Compact lists: `[name, dtype, global shape, offset, shape, replicas]` a shard."""
-    return [
+    """Compact lists: the distinct replica sets, then a shard each.
+
+    A shard is `[name, dtype, global shape, offset, shape, number of its replica set]`; written out
+    at every shard, the sets of a thousand ranks would be most of the text.
+    """
+    sets: dict[tuple[int, ...], int] = {}
+    rows = [
         [
             shard.spec.name,
             shard.spec.dtype,
             list(shard.spec.shape),
             list(shard.box.offset),
             list(shard.box.shape),
-            list(shard.replicas),
+            sets.setdefault(shard.replicas, len(sets)),
         ]
         for shard in shards
     ]
+    return [[list(ranks) for ranks in sets], rows]
 
 
 def shards_from_json(value: Any) -> tuple[Shard, ...]:
     """The shards of `shards_to_json`'s value, which may come from a file: malformed input is CorruptError."""
-    if not isinstance(value, list):
-        raise CorruptError("a rank's shards are not a list; exchange the layouts again")
-    return tuple(_shard_from_json(item) for item in value)
-
-
-def _shard_from_json(item: Any) -> Shard:
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(item, list) for item in value):
+        raise CorruptError("a rank's shards are not two lists; exchange the layouts again")
     try:
-        name, dtype, shape, offset, extent, replicas = item
-    except (TypeError, ValueError):
-        raise CorruptError(f"shard {item!r} does not have six fields; exchange the layouts again") from None
-    if not isinstance(name, str) or not isinstance(dtype, str):
-        raise CorruptError(f"shard {item!r} lacks a name or a dtype; exchange the layouts again")
+        sets = [_ints(ranks) for ranks in value[0]]
+    except InvalidInputError as error:
+        raise CorruptError(f"a rank's replica sets are malformed: {error}") from error
+    return tuple(_shard_from_json(item, sets) for item in value[1])
+
+
+def _shard_from_json(item: Any, sets: Sequence[tuple[int, ...]]) -> Shard:
+    if not isinstance(item, list) or len(item) != 6 or type(item[5]) is not int:
+        raise CorruptError(f"shard {item!r} does not have its six fields; exchange the layouts again")
+    name, dtype, shape, offset, extent, number = item
+    if not isinstance(name, str) or not isinstance(dtype, str) or not 0 <= number < len(sets):
+        raise CorruptError(f"shard {item!r} lacks a name, dtype or replica set; exchange the layouts again")
     try:
         return Shard(
             spec=TensorSpec(name=name, dtype=dtype, shape=_ints(shape)),
             box=Box(offset=_ints(offset), shape=_ints(extent)),
-            replicas=_ints(replicas),
+            replicas=sets[number],
         )
     except InvalidInputError as error:
         raise CorruptError(f"shard {item!r} is malformed: {error}", tensor=name) from error
