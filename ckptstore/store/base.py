@@ -153,7 +153,7 @@ def byte_views(data: Buffer | Sequence[Buffer]) -> list[memoryview]:
 
 
 def _byte_view(buffer: Buffer) -> memoryview:
-    view = memoryview(buffer)
+    view = memoryview(buffer)  # type: ignore[arg-type]  # numpy says so from Python 3.12 on
     if not view.c_contiguous:
         raise InvalidInputError(
             f"a buffer of shape {view.shape} is not contiguous; copy it first", shape=view.shape
@@ -161,7 +161,7 @@ def _byte_view(buffer: Buffer) -> memoryview:
     if view.format == "B" and view.ndim == 1:
         return view
     # numpy reinterprets element types that memoryview.cast does not know (complex numbers)
-    return memoryview(np.asarray(buffer).reshape(-1).view(np.uint8))
+    return memoryview(np.asarray(buffer).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def writable_views(targets: Sequence[Buffer]) -> list[memoryview]:

@@ -70,7 +70,7 @@ class LocalStore:
         path, views = self._path(key), byte_views(data)
         temporary = self._temporary(key, path, views)
         try:
-            self._give_name(key, temporary, path)
+            self._give_name(key, temporary, path, _nbytes(views))
             self._settle_name(key, path)
         finally:
             file.remove(temporary)
@@ -82,7 +82,7 @@ class LocalStore:
             os.replace(temporary, path)
         except OSError as error:
             if error.errno in (*_NOT_NAMED, errno.EISDIR):
-                raise self._unavailable("replace", key, error) from error
+                raise self._unavailable("replace", key, error, _nbytes(views)) from error
             raise self._unknown(key, error) from error
         finally:
             file.remove(temporary)
@@ -99,7 +99,7 @@ class LocalStore:
     def read_into(self, key: str, start: int, targets: Sequence[Buffer]) -> None:
         views = writable_views(targets)
         with self._opened(key) as (fd, size):
-            wanted = check_range(self.url, key, size, start, sum(view.nbytes for view in views))
+            wanted = check_range(self.url, key, size, start, _nbytes(views))
             done = file.read_into(fd, start, views)
             if done < wanted:  # truncated since it was opened
                 check_range(self.url, key, start + done, start, wanted)
@@ -174,7 +174,7 @@ class LocalStore:
             raise InvalidInputError(
                 f"{key} cannot be in {self.url}: a part of its path is a file; choose another key", key=key
             ) from last
-        raise self._unavailable("create", key, last, sum(view.nbytes for view in views)) from last
+        raise self._unavailable("create", key, last, _nbytes(views)) from last
 
     def _make_durable(self, folder: str, *, make: bool) -> None:
         """Make the names of `folder` and of all its parents down from the root durable, once a process.
@@ -202,7 +202,7 @@ class LocalStore:
                 with self._lock:
                     self._durable.add(each)
 
-    def _give_name(self, key: str, temporary: str, path: str) -> None:
+    def _give_name(self, key: str, temporary: str, path: str, nbytes: int) -> None:
         try:
             file.link(temporary, path)
         except OSError as error:
@@ -217,7 +217,7 @@ class LocalStore:
                     f"{key} in {self.url} is taken; read it to see by whom", url=self.url, key=key
                 ) from error
             if error.errno in _NOT_NAMED:
-                raise self._unavailable("create", key, error) from error
+                raise self._unavailable("create", key, error, nbytes) from error
             raise self._unknown(key, error) from error
 
     def _settle_name(self, key: str, path: str) -> None:
@@ -311,6 +311,10 @@ class LocalStore:
             return shutil.disk_usage(folder).free
         except OSError:
             return None
+
+
+def _nbytes(views: Sequence[memoryview]) -> int:
+    return sum(view.nbytes for view in views)
 
 
 def _conforms(store: LocalStore) -> Store:

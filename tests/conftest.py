@@ -1,0 +1,12 @@
+"""What all tests share: readable failures of the conformance suites, and reproducible random tests."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+pytest.register_assert_rewrite("ckptstore.testing.conformance")
+
+# The machine is shared and slow at times: examples are bounded by number, never by time.
+settings.register_profile("ckptstore", deadline=None, print_blob=True)
+settings.load_profile("ckptstore")
