@@ -1,8 +1,8 @@
 """The order of recovery as a pure table: (state, event) -> (state, actions).
 
-fence -> restart -> restore -> ledger -> publish -> converge -> admit -> run, always in this order; a
-fresh start takes the same path with the origin `start`. Apart from the coordinator that acts it out, so
-that every pair can be enumerated and every sequence replayed: no clock, store or process is seen here.
+fence -> restart -> regroup -> restore -> ledger -> publish -> converge -> admit -> run, always in this
+order; a fresh start takes the same path with the origin `start`. Apart from the coordinator that acts it
+out, so that every pair can be enumerated and every sequence replayed: it sees no clock, store or process.
 Why each row is as it is: protocol, the recovery table; docs/explanation/cuts.md.
 """
 
@@ -19,7 +19,8 @@ class State(Enum):
 
     FENCING = ("Fencing", 0)
     RESTARTING = ("Restarting", 0)
-    RESTORING = ("Restarting", 1)
+    REGROUPING = ("Restarting", 1)
+    RESTORING = ("Restarting", 2)
     REBUILDING = ("Resuming", 0)
     PUBLISHING = ("Resuming", 1)
     CONVERGING = ("Resuming", 2)
@@ -75,7 +76,12 @@ class FenceLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """Every trainer rank is alive, answers, and has met its peers under the new fence."""
+    """Every trainer rank is alive and answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """The ranks have met under the new fence, and refuse calls of older ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +130,7 @@ Event = (
     | FenceRaised
     | FenceLost
     | Gathered
+    | Met
     | Restored
     | RestoreCorrupt
     | LedgerRebuilt
@@ -148,7 +155,12 @@ class RaiseFence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartMembers:
-    """Start what is dead, ask all whether they answer, let the ranks meet under the fence."""
+    """Start what is dead, then ask all whether they answer: nobody may wait for a peer that still starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regroup:
+    """Tell all the new fence, free whoever waits in the old group, and let the ranks meet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +234,7 @@ class Halt:
 Action = (
     RaiseFence
     | RestartMembers
+    | Regroup
     | Restore
     | MarkBad
     | RebuildLedger
@@ -332,7 +345,12 @@ TABLE: Mapping[State, Mapping[type[Any], Row]] = {
         StoreDown: _refence_when_back,
     },
     # Engines that die before they are asked to converge are found missing then.
-    State.RESTARTING: {**_ANYWHERE, Gathered: _to(State.RESTORING, Restore()), StoreDown: _refence_when_back},
+    State.RESTARTING: {
+        **_ANYWHERE,
+        Gathered: _to(State.REGROUPING, Regroup()),
+        StoreDown: _refence_when_back,
+    },
+    State.REGROUPING: {**_ANYWHERE, Met: _to(State.RESTORING, Restore()), StoreDown: _refence_when_back},
     # A restore is made once a fence (R22): a second try is another life.
     State.RESTORING: {
         **_ANYWHERE,

@@ -21,6 +21,7 @@ SAMPLES: dict[type, tuple[m.Event, ...]] = {
     ),
     m.FenceLost: (m.FenceLost(why="fence 9"),),
     m.Gathered: (m.Gathered(),),
+    m.Met: (m.Met(),),
     m.Restored: (m.Restored(),),
     m.RestoreCorrupt: (m.RestoreCorrupt(why="a chunk"),),
     m.LedgerRebuilt: (m.LedgerRebuilt(),),
@@ -34,6 +35,7 @@ ALL = [event for events in SAMPLES.values() for event in events]
 ORDER = (
     m.RaiseFence,
     m.RestartMembers,
+    m.Regroup,
     m.Restore,
     m.RebuildLedger,
     m.Publish,
@@ -43,6 +45,7 @@ ORDER = (
 WAITED_FOR = {
     State.FENCING: m.RaiseFence,
     State.RESTARTING: m.RestartMembers,
+    State.REGROUPING: m.Regroup,
     State.RESTORING: m.Restore,
     State.REBUILDING: m.RebuildLedger,
     State.PUBLISHING: m.Publish,
@@ -51,6 +54,7 @@ WAITED_FOR = {
 SUCCESS: dict[type, m.Event] = {
     m.RaiseFence: m.FenceRaised(fence=1, lives=1, older=False),
     m.RestartMembers: m.Gathered(),
+    m.Regroup: m.Met(),
     m.Restore: m.Restored(),
     m.RebuildLedger: m.LedgerRebuilt(),
     m.Publish: m.Published(),
@@ -142,9 +146,9 @@ def test_every_short_sequence_of_events_keeps_the_order() -> None:
     )
 )
 def test_whatever_happened_before_a_recovery_that_is_left_alone_ends_running(events: list[m.Event]) -> None:
-    state, actions = m.start("test")
+    state, _ = m.start("test")
     for event in events:
-        state, actions = m.step(state, event, LIMITS)
+        state, _ = m.step(state, event, LIMITS)
     for _ in range(10):
         if state in (State.RUNNING, State.HALTED):
             break
