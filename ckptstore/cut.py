@@ -9,6 +9,7 @@ docs/explanation/cuts.md.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -18,9 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import CorruptError, InconsistentCutError, InvalidInputError
-from .manifest import ChunkTable
-from .tensor import Box, Shape
+from ckptstore.chunktable import ChunkTable
+from ckptstore.errors import CorruptError, InconsistentCutError, InvalidInputError
+from ckptstore.manifest import AttemptId, Member, Part, part_key
+from ckptstore.skeleton import common_values
+from ckptstore.tensor import Box, Shape
 
 Ints = npt.NDArray[np.int64]
 
@@ -223,3 +226,70 @@ def _joined(parts: list[Ints]) -> Ints:
 def _clipped(offset: npt.NDArray[Any], shape: npt.NDArray[Any]) -> Box:
     """A box for a message; the negative numbers of a damaged table become 0."""
     return Box(offset=tuple(np.maximum(offset, 0).tolist()), shape=tuple(np.maximum(shape, 0).tolist()))
+
+
+def check_part(attempt: AttemptId, member: Member, part: Part, run: str | None) -> None:
+    """Refuse a part that is another's (CorruptError), or that lost chunks or misplaces them (InconsistentCutError)."""
+    key = part_key(attempt, member)
+    if part.id != attempt or part.member != member or part.run != run:
+        raise CorruptError(
+            f"{key} is the part of {part.member} for {part.id} of run {part.run}: it was put in the wrong place",
+            key=key,
+        )
+    if len(part.table) != part.planned:
+        raise InconsistentCutError(
+            f"{member} planned {part.planned} chunks for step {attempt.step} and wrote {len(part.table)}: chunks "
+            f"were lost, save again",
+            step=attempt.step,
+            member=str(member),
+        )
+    sizes = {ref.key: ref.nbytes for ref in part.segments}
+    unknown = [name for name in part.table.segments if name not in sizes]
+    if unknown:
+        raise InconsistentCutError(
+            f"{member} names chunks in {unknown[0]}, which its part does not list: save again",
+            member=str(member),
+        )
+    limit = np.array([sizes[name] for name in part.table.segments] or [0], np.int64)
+    if len(part.table) and (part.table.start + part.table.nbytes > limit[part.table.segment]).any():
+        raise InconsistentCutError(
+            f"{member} names chunks beyond the end of a segment: save again", member=str(member)
+        )
+
+
+def check_role(attempt: AttemptId, role: str, parts: Sequence[Part]) -> None:
+    """Refuse parts of one role with other layouts, policy versions or common values, naming members and path."""
+    first = parts[0]
+    for part in parts[1:]:
+        if part.layout != first.layout:
+            raise InconsistentCutError(
+                f"{part.member} and {first.member} planned step {attempt.step} from different layouts "
+                f"({part.layout[:8]}, {first.layout[:8]}): their tensors changed at different saves; save again",
+                step=attempt.step,
+                role=role,
+            )
+        if part.policy_version != first.policy_version:
+            raise InconsistentCutError(
+                f"{part.member} saved step {attempt.step} at policy version {part.policy_version}, {first.member} "
+                f"at {first.policy_version}: pass one policy_version on all ranks",
+                step=attempt.step,
+                role=role,
+            )
+    if len({_text(common_values(part.state)) for part in parts}) > 1:
+        values: dict[str, tuple[Member, str]] = {}
+        for part in parts:
+            for path, value in common_values(part.state):
+                member, other = values.setdefault(path, (part.member, _text(value)))
+                if _text(value) != other:
+                    raise InconsistentCutError(
+                        f"{path} differs between {member} ({other[:80]}) and {part.member} "
+                        f"({_text(value)[:80]}): make it equal on all ranks or wrap it in PerRank",
+                        step=attempt.step,
+                        role=role,
+                        path=path,
+                    )
+
+
+def _text(value: Any) -> str:
+    """JSON, since in Python 1, 1.0 and True are equal and here they are not."""
+    return json.dumps(value, sort_keys=True)

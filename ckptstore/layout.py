@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from .errors import CorruptError, InvalidInputError
-from .tensor import Box, Shard, TensorSpec
+from ckptstore.errors import CorruptError, InvalidInputError
+from ckptstore.tensor import Box, Shard, TensorSpec
 
 _DIGEST_NBYTES = 16
 

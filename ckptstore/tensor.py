@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
-from .errors import InvalidInputError
+from ckptstore.errors import InvalidInputError
 
 Shape = tuple[int, ...]
 

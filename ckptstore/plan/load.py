@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..cut import find_untiled
-from ..errors import CorruptError, InvalidInputError, LayoutMismatchError, MissingTensorError
-from ..manifest import ChunkTable
-from ..tensor import Box, Shard
+from ckptstore.cut import find_untiled
+from ckptstore.errors import CorruptError, InvalidInputError, LayoutMismatchError, MissingTensorError
+from ckptstore.chunktable import ChunkTable
+from ckptstore.tensor import Box, Shard
 
 GAP_NBYTES = 64 * 2**10
 BATCH_NBYTES = 16 * 2**20

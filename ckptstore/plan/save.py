@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ..errors import InvalidInputError, LayoutMismatchError
-from ..layout import Layout
-from ..tensor import Box, Shape, Shard, TensorSpec, halve, itemsize
+from ckptstore.errors import InvalidInputError, LayoutMismatchError
+from ckptstore.layout import Layout
+from ckptstore.tensor import Box, Shape, Shard, TensorSpec, halve, itemsize
 
 CHUNK_NBYTES = 32 * 2**20
 SLICE_NBYTES_MIN = 64 * 2**10

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptstore.cut import check_coverage
 from ckptstore.errors import CorruptError, InconsistentCutError, InvalidInputError
-from ckptstore.manifest import ChunkTable
+from ckptstore.chunktable import ChunkTable
 from ckptstore.tensor import Box, Shape, TensorSpec
 from ckptstore.testing.strategies import boxes, chunk_table, chunk_tables, shapes, specs, tilings
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import CorruptError, InvalidInputError, LayoutMismatchError, MissingTensorError
 from ckptstore.layout import Layout
-from ckptstore.manifest import ChunkTable, make_table
+from ckptstore.chunktable import ChunkTable, make_table
 from ckptstore.plan.load import LoadPlan, plan_load
 from ckptstore.plan.save import plan_save
 from ckptstore.tensor import Box, Shape, Shard, TensorSpec, itemsize

@@ -1,0 +1,247 @@
+"""Fit a saved state onto the state that is to be restored, before anything is changed.
+
+The target says what is wanted: its tensors are filled in place, its other leaves are replaced in the
+containers it is given. Everything that does not fit is collected, so that one error lists all of it;
+only then are changes made. Which leaf replaces which: docs/explanation/restore.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckptstore.errors import LayoutMismatchError, MissingTensorError
+from ckptstore.ledger import Ledger
+from ckptstore.skeleton import has_tensors, tag_of
+from ckptstore.state import (
+    Frozen,
+    PerRank,
+    TensorLeaf,
+    decode,
+    describe,
+    has_state_dict,
+    is_tensor_leaf,
+    join,
+    tensor_names,
+    torch_module,
+)
+from ckptstore.tensor import TensorSpec
+
+KEEP = object()
+SHOWN = 20
+
+
+def _no_tensors(name: str, numpy: bool) -> Any:
+    raise LookupError(name)
+
+
+@dataclass(slots=True)
+class Binding:
+    """The plan of a restore: tensors to fill, changes to make afterwards, and what does not fit."""
+
+    role: str
+    rank: int
+    per_rank: bool  # the number of ranks is the saved one, so PerRank values are given back
+    leaves: list[TensorLeaf] = field(default_factory=list)
+    changes: list[Callable[[], None]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    unasked: list[str] = field(default_factory=list)
+    not_given_back: list[str] = field(default_factory=list)
+
+    def bind(self, target: Any, saved: Any) -> None:
+        """Fit `target` (the state's dict) onto the saved skeleton. Changes nothing."""
+        self._node(target, saved, "", in_rank=False)
+
+    def check_specs(self, tensors: Mapping[str, TensorSpec]) -> None:
+        """Note each wanted tensor that is stored with another dtype or global shape, or not at all."""
+        for leaf in self.leaves:
+            stored, spec = tensors.get(leaf.spec.name), leaf.spec
+            if stored is None:
+                self.missing.append(spec.name)
+            elif stored != spec:
+                self.mismatched.append(
+                    f"{spec.name} was saved as {stored.dtype}{list(stored.shape)}, the target is "
+                    f"{spec.dtype}{list(spec.shape)}"
+                )
+
+    def refuse(self) -> None:
+        """Raise one error that lists all that is missing or of another kind, or return."""
+        if not self.missing and not self.mismatched:
+            return
+        kind = MissingTensorError if self.missing else LayoutMismatchError
+        texts = [f"{name} is not in the checkpoint" for name in self.missing] + self.mismatched
+        more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+        raise kind(
+            f"cannot restore {self.role}/{self.rank}: {'; '.join(texts[:SHOWN])}{more}; nothing was changed, compare "
+            f"with `ckptstore show` and restore what was saved, or pass strict=False to skip it",
+            missing=tuple(self.missing),
+            mismatched=tuple(self.mismatched),
+        )
+
+    def apply(self) -> None:
+        """Make the changes to everything that is not a tensor."""
+        for change in self.changes:
+            change()
+
+    # -- one node: returns KEEP, or the value that replaces the target in its container
+
+    def _node(self, target: Any, saved: Any, path: str, *, in_rank: bool) -> Any:
+        while tag_of(saved) in ("z", "o"):
+            saved = saved[tag_of(saved)]
+        if isinstance(target, Frozen):
+            return self._inner(target, "tree", target.tree, saved, path, in_rank)
+        if isinstance(target, PerRank):
+            return self._per_rank(target, saved, path)
+        if tag_of(saved) == "p":
+            self.mismatched.append(f"{path} was saved as PerRank; wrap the target in PerRank as well")
+            return KEEP
+        if is_tensor_leaf(target):
+            return self._tensor(target, saved, path, in_rank)
+        if isinstance(target, Ledger):
+            return self._ledger(target, saved, path)
+        if isinstance(target, dict):
+            return self._dict(target, saved, path, in_rank)
+        if isinstance(target, (list, tuple)) and not hasattr(target, "_fields"):
+            return self._sequence(target, saved, path, in_rank)
+        torch = torch_module()
+        if torch is not None and isinstance(target, torch.optim.Optimizer):
+            self.mismatched.append(
+                f"{path} is a bare optimizer; restore ckptstore.torch_state(model, optimizer)"
+            )
+            return KEEP
+        if has_state_dict(target):
+            state = target.state_dict()
+            self._node(state, saved, path, in_rank=in_rank)
+            self.changes.append(lambda: target.load_state_dict(state))
+            return KEEP
+        return self._value(saved, path)
+
+    def _inner(self, holder: Any, attribute: str, inner: Any, saved: Any, path: str, in_rank: bool) -> Any:
+        new = self._node(inner, saved, path, in_rank=in_rank)
+        if new is not KEEP:
+            self.changes.append(lambda: setattr(holder, attribute, new))
+        return KEEP
+
+    def _per_rank(self, target: PerRank, saved: Any, path: str) -> Any:
+        if tag_of(saved) != "p":
+            self.mismatched.append(f"{path} was not saved as PerRank; give a plain target")
+            return KEEP
+        if not self.per_rank:
+            self.not_given_back.append(path)
+            return KEEP
+        return self._inner(target, "value", target.value, saved["p"], path, True)
+
+    def _tensor(self, target: Any, saved: Any, path: str, in_rank: bool) -> Any:
+        if tag_of(saved) not in ("T", "N"):
+            self.mismatched.append(f"{path} is a tensor here but was saved as a value")
+            return KEEP
+        name = f"{self.role}/{path}" + (f"#{self.rank}" if in_rank else "")
+        for shard in target if isinstance(target, list) else [target]:
+            spec, box, data, _ = describe(shard, name, path, self.rank)
+            self.leaves.append(TensorLeaf(spec=spec, box=box, data=data, replicas=None, frozen=False))
+        return KEEP
+
+    def _ledger(self, target: Ledger, saved: Any, path: str) -> Any:
+        if tag_of(saved) != "ledger":
+            self.mismatched.append(f"{path} is a Ledger here but was saved as something else")
+        else:
+            self.changes.append(lambda: target.load_json(saved["ledger"]))
+        return KEEP
+
+    def _dict(self, target: dict[Any, Any], saved: Any, path: str, in_rank: bool) -> Any:
+        if tag_of(saved) != "d":
+            self.mismatched.append(f"{path or 'the state'} is a dict here but was saved as something else")
+            return KEEP
+        children = {key: child for key, child in saved["d"]}
+        for key, value in target.items():
+            at = join(path, key)
+            if key not in children:
+                self._note_missing(value, at)
+                continue
+            new = self._node(value, children[key], at, in_rank=in_rank)
+            if new is not KEEP:
+                self.changes.append(_setter(target, key, new))
+        for key, child in children.items():
+            if key in target:
+                continue
+            if has_tensors(child) or tag_of(child) == "p" or _holds_tensors(target):
+                names = [name.split("#", 1)[0] for name in tensor_names(child)]
+                self.unasked.extend(names or [join(path, key)])
+            else:
+                self.changes.append(_setter(target, key, decode(child, _no_tensors)))
+        return KEEP
+
+    def _note_missing(self, value: Any, path: str) -> None:
+        """Every leaf below, by name: a whole missing subtree lists its tensors."""
+        while isinstance(value, (Frozen, PerRank)):
+            value = value.tree if isinstance(value, Frozen) else value.value
+        if not is_tensor_leaf(value) and has_state_dict(value):
+            value = value.state_dict()
+        if isinstance(value, dict) and value:
+            for key, child in value.items():
+                self._note_missing(child, join(path, key))
+        else:
+            self.missing.append(path)
+
+    def _sequence(self, target: Any, saved: Any, path: str, in_rank: bool) -> Any:
+        tag = "l" if isinstance(target, list) else "t"
+        if tag_of(saved) != tag:
+            self.mismatched.append(
+                f"{path} is a {type(target).__name__} here but was saved as something else"
+            )
+            return KEEP
+        children = saved[tag]
+        if not _holds_tensors(target) and not has_tensors(saved):
+            value = decode(saved, _no_tensors)
+            if tag == "t":
+                return value
+            self.changes.append(lambda: target.__setitem__(slice(None), value))
+            return KEEP
+        if len(children) != len(target):
+            self.mismatched.append(f"{path} has {len(target)} items here but {len(children)} were saved")
+            return KEEP
+        new = [
+            self._node(value, child, f"{path}.{n}" if path else str(n), in_rank=in_rank)
+            for n, (value, child) in enumerate(zip(target, children, strict=True))
+        ]
+        if all(value is KEEP for value in new):
+            return KEEP
+        if tag == "t":
+            return tuple(old if value is KEEP else value for old, value in zip(target, new, strict=True))
+        for n, value in enumerate(new):
+            if value is not KEEP:
+                self.changes.append(_setter(target, n, value))
+        return KEEP
+
+    def _value(self, saved: Any, path: str) -> Any:
+        if has_tensors(saved):
+            self.mismatched.append(
+                f"{path} is a value here but was saved with tensors; give tensors of their shapes"
+            )
+            return KEEP
+        return decode(saved, _no_tensors)
+
+
+def _setter(container: Any, key: Any, value: Any) -> Callable[[], None]:
+    def change() -> None:
+        container[key] = value
+
+    return change
+
+
+def _holds_tensors(target: Any) -> bool:
+    if is_tensor_leaf(target):
+        return True
+    if isinstance(target, Frozen):
+        return _holds_tensors(target.tree)
+    if isinstance(target, PerRank):
+        return _holds_tensors(target.value)
+    if isinstance(target, dict):
+        return any(_holds_tensors(value) for value in target.values())
+    if isinstance(target, (list, tuple)):
+        return any(_holds_tensors(value) for value in target)
+    return has_state_dict(target) and not isinstance(target, (Ledger, np.generic))

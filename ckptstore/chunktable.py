@@ -1,0 +1,211 @@
+"""The chunk table: which bytes of which segment hold which box of which tensor.
+
+Columns of numpy, never a million Python objects, because a checkpoint of a large model has a million
+chunks. Sorted by (tensor, offset), so that a load plan looks at nothing but the rows it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.errors import CorruptError
+from ckptstore.tensor import Box, TensorSpec
+
+DIGEST_NBYTES = 16  # XXH3-128
+RAW = "raw"
+
+IntColumn = npt.NDArray[np.int64]
+ByteColumn = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkTable:
+    """Columns of chunks, sorted by (tensor, offset); tensor names are `role/name`.
+
+    `offset` and `shape` are boxes in elements, `[rows, max ndim]`, padded with 0 and 1. `start` and
+    `nbytes` are bytes within the segment. `digest` is of the decoded bytes, `stored_digest` of the
+    stored ones (zeros when they are the same). `reuses` counts the checkpoints in a row that have
+    referenced the chunk instead of writing it.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    segments: tuple[str, ...]
+    codecs: tuple[str, ...] = (RAW,)
+    tensor: npt.NDArray[np.int32]
+    offset: IntColumn
+    shape: IntColumn
+    segment: npt.NDArray[np.int32]
+    start: IntColumn
+    nbytes: IntColumn
+    digest: ByteColumn
+    stored_digest: ByteColumn
+    codec: npt.NDArray[np.int16]
+    reuses: npt.NDArray[np.int32]
+    base: tuple[str, ...] = field(default=())  # one text a row, or () when no chunk has a base
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def spec(self, row: int) -> TensorSpec:
+        return self.tensors[int(self.tensor[row])]
+
+    def box(self, row: int) -> Box:
+        """The box of one row, in elements of its global tensor."""
+        ndim = len(self.spec(row).shape)
+        return Box(
+            offset=tuple(int(v) for v in self.offset[row, :ndim]),
+            shape=tuple(int(v) for v in self.shape[row, :ndim]),
+        )
+
+    def take(self, rows: npt.NDArray[Any]) -> ChunkTable:
+        """The table of these rows (indices or mask, in ascending order); names stay as they are."""
+        return ChunkTable(
+            tensors=self.tensors,
+            segments=self.segments,
+            codecs=self.codecs,
+            tensor=self.tensor[rows],
+            offset=self.offset[rows],
+            shape=self.shape[rows],
+            segment=self.segment[rows],
+            start=self.start[rows],
+            nbytes=self.nbytes[rows],
+            digest=self.digest[rows],
+            stored_digest=self.stored_digest[rows],
+            codec=self.codec[rows],
+            reuses=self.reuses[rows],
+            base=tuple(np.asarray(self.base, dtype=object)[rows]) if self.base else (),
+        )
+
+
+def make_table(
+    *,
+    specs: Sequence[TensorSpec],
+    boxes: Sequence[Box],
+    segments: Sequence[str],
+    starts: Sequence[int],
+    nbytes: Sequence[int],
+    digests: Sequence[bytes],
+    reuses: Sequence[int] | None = None,
+) -> ChunkTable:
+    """A table of raw chunks, one row for each item of the equally long sequences, sorted as tables are."""
+    tensors = tuple(sorted({s.name: s for s in specs}.values(), key=lambda s: s.name))
+    keys = tuple(sorted(set(segments)))
+    at = {spec.name: n for n, spec in enumerate(tensors)}
+    where = {key: n for n, key in enumerate(keys)}
+    rows, depth = len(specs), max((len(s.shape) for s in specs), default=1) or 1
+    offset, shape = np.zeros((rows, depth), np.int64), np.ones((rows, depth), np.int64)
+    for n, box in enumerate(boxes):
+        offset[n, : len(box.offset)] = box.offset
+        shape[n, : len(box.shape)] = box.shape
+    table = ChunkTable(
+        tensors=tensors,
+        segments=keys,
+        tensor=np.array([at[s.name] for s in specs], np.int32),
+        offset=offset,
+        shape=shape,
+        segment=np.array([where[key] for key in segments], np.int32),
+        start=np.array(starts, np.int64),
+        nbytes=np.array(nbytes, np.int64),
+        digest=np.frombuffer(b"".join(digests), np.uint8).reshape(rows, DIGEST_NBYTES).copy(),
+        stored_digest=np.zeros((rows, DIGEST_NBYTES), np.uint8),
+        codec=np.zeros(rows, np.int16),
+        reuses=np.array(reuses if reuses is not None else [0] * rows, np.int32),
+    )
+    return table.take(_order(table))
+
+
+def _order(table: ChunkTable) -> npt.NDArray[np.intp]:
+    keys: list[npt.NDArray[Any]] = [table.offset[:, dim] for dim in reversed(range(table.offset.shape[1]))]
+    return np.lexsort([*keys, table.tensor])
+
+
+def _pad(column: IntColumn, depth: int, fill: int) -> IntColumn:
+    missing = depth - column.shape[1]
+    return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing else column
+
+
+def merge_tables(tables: Sequence[ChunkTable]) -> ChunkTable:
+    """All rows of `tables` as one table. Two specs for one name: CorruptError naming it."""
+    specs: dict[str, TensorSpec] = {}
+    for table in tables:
+        for spec in table.tensors:
+            if specs.setdefault(spec.name, spec) != spec:
+                raise CorruptError(
+                    f"{spec.name} is {specs[spec.name].dtype}{list(specs[spec.name].shape)} in one part and "
+                    f"{spec.dtype}{list(spec.shape)} in another: all members must save the same global tensor",
+                    tensor=spec.name,
+                )
+    tensors = tuple(specs[name] for name in sorted(specs))
+    segments = tuple(sorted({key for table in tables for key in table.segments}))
+    codecs = tuple(dict.fromkeys(codec for table in tables for codec in table.codecs)) or (RAW,)
+    depth = max((t.offset.shape[1] for t in tables), default=1)
+    any_base = any(t.base for t in tables)
+
+    def codes(names: Sequence[str], column: npt.NDArray[Any], into: Mapping[str, int]) -> npt.NDArray[Any]:
+        lookup = np.array([into[name] for name in names] or [0], np.int64)
+        return lookup[column] if len(column) else column
+
+    at = {spec.name: n for n, spec in enumerate(tensors)}
+    where = {key: n for n, key in enumerate(segments)}
+    how = {name: n for n, name in enumerate(codecs)}
+    stack: dict[str, list[Any]] = {name: [] for name in ("tensor", "segment", "codec")}
+    for t in tables:
+        stack["tensor"].append(codes([s.name for s in t.tensors], t.tensor, at))
+        stack["segment"].append(codes(t.segments, t.segment, where))
+        stack["codec"].append(codes(t.codecs, t.codec, how))
+
+    def join(columns: list[Any], dtype: Any, empty: tuple[int, ...] = (0,)) -> npt.NDArray[Any]:
+        return np.concatenate(columns).astype(dtype) if columns else np.zeros(empty, dtype)
+
+    merged = ChunkTable(
+        tensors=tensors,
+        segments=segments,
+        codecs=codecs,
+        tensor=join(stack["tensor"], np.int32),
+        offset=join([_pad(t.offset, depth, 0) for t in tables], np.int64, (0, depth)),
+        shape=join([_pad(t.shape, depth, 1) for t in tables], np.int64, (0, depth)),
+        segment=join(stack["segment"], np.int32),
+        start=join([t.start for t in tables], np.int64),
+        nbytes=join([t.nbytes for t in tables], np.int64),
+        digest=join([t.digest for t in tables], np.uint8, (0, DIGEST_NBYTES)),
+        stored_digest=join([t.stored_digest for t in tables], np.uint8, (0, DIGEST_NBYTES)),
+        codec=join(stack["codec"], np.int16),
+        reuses=join([t.reuses for t in tables], np.int32),
+        base=tuple(b for t in tables for b in (t.base or ("",) * len(t))) if any_base else (),
+    )
+    return merged.take(_order(merged))
+
+
+def compact_table(table: ChunkTable) -> ChunkTable:
+    """The same rows with only the names they use, each list sorted: one content, one form."""
+
+    def used(names: Sequence[str], column: npt.NDArray[Any]) -> tuple[tuple[int, ...], npt.NDArray[np.int64]]:
+        kept = sorted(np.unique(column).tolist(), key=lambda n: names[n])
+        place = np.zeros(max(len(names), 1), np.int64)
+        place[kept] = np.arange(len(kept))
+        return tuple(kept), place
+
+    tensors, tensor = used([s.name for s in table.tensors], table.tensor)
+    segments, segment = used(table.segments, table.segment)
+    codecs, codec = used(table.codecs, table.codec)
+    return ChunkTable(
+        tensors=tuple(table.tensors[n] for n in tensors),
+        segments=tuple(table.segments[n] for n in segments),
+        codecs=tuple(table.codecs[n] for n in codecs) or (RAW,),
+        tensor=tensor[table.tensor].astype(np.int32),
+        offset=table.offset,
+        shape=table.shape,
+        segment=segment[table.segment].astype(np.int32),
+        start=table.start,
+        nbytes=table.nbytes,
+        digest=table.digest,
+        stored_digest=table.stored_digest,
+        codec=codec[table.codec].astype(np.int16),
+        reuses=table.reuses,
+        base=table.base if any(table.base) else (),
+    )

@@ -1,0 +1,358 @@
+"""Turn the parts of an attempt into one journal entry, or abandon it there.
+
+Any holder of the token may do this, also two at once: every object named is durable before the entry,
+the index key is nobody else's, and the entry is judged on exactly the prefix below its slot. Checked
+here: each part, its count, one structure and equal common values in a role, coverage of every tensor,
+agreement of the roles, and a witness for whatever is reused (protocol R10 to R17, R35, R36).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from ckptstore.agreement import PartClaim, check_agreement
+from ckptstore.chunktable import ChunkTable, merge_tables
+from ckptstore.clock import tries
+from ckptstore.cut import check_coverage, check_part, check_role
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptError,
+    FencedError,
+    IncompleteSaveError,
+    InconsistentCutError,
+    NotFoundError,
+)
+from ckptstore.history import AbandonEntry, CommitEntry, History, PublishEntry
+from ckptstore.journal import Journal, new_id
+from ckptstore.manifest import (
+    AttemptId,
+    Index,
+    Member,
+    ObjectRef,
+    Part,
+    PartRef,
+    SegmentRef,
+    index_key,
+    part_key,
+)
+from ckptstore.skeleton import find_ledger
+from ckptstore.store.base import Store
+from ckptstore.tablefile import decode_index, decode_part, encode_index
+from ckptstore.wire import canonical, digest_of
+from ckptstore.writer import create_own
+
+COMMIT_TIMEOUT_S = 600.0
+NAMED_AT_MOST = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A part that was read back from the store, and how the index names it."""
+
+    part: Part
+    ref: ObjectRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committer:
+    """Collects, checks and commits the attempts of one incarnation. Stateless but for the journal's view."""
+
+    store: Store
+    journal: Journal
+    fence: int
+    members: Sequence[Member]
+    leader: str  # the role whose policy version counts
+
+    def run(
+        self,
+        attempt: AttemptId,
+        *,
+        timeout_s: float = COMMIT_TIMEOUT_S,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Commit (or publish) the attempt, durable on return; or abandon it in the journal and raise.
+
+        IncompleteSaveError: members are missing after `timeout_s`, or refused. InconsistentCutError: the
+        parts contradict each other. FencedError: a newer incarnation owns the run. OutcomeUnknownError:
+        the entry may have landed; read the journal. `stop` ends the waiting early, as a time-out does.
+        """
+        try:
+            parts = self._collect(attempt, timeout_s, stop)
+            index = self._check(attempt, parts)
+            ref = self._write_index(index)
+            self._append(attempt, index, ref, parts)
+        except (IncompleteSaveError, InconsistentCutError, CorruptError) as error:
+            self.abandon(attempt, str(error))
+            raise
+
+    def abandon(self, attempt: AttemptId, reason: str) -> None:
+        """Record that the attempt will never be committed; nothing when it already is, or another fence rules."""
+
+        def decide(history: History) -> AbandonEntry | None:
+            if history.fence != self.fence or not history.is_open(attempt):
+                return None
+            return AbandonEntry(fence=self.fence, id=attempt, reason=reason[:2000])
+
+        self.journal.append(decide)
+
+    # -- steps
+
+    def _collect(
+        self, attempt: AttemptId, timeout_s: float, stop: Callable[[], bool]
+    ) -> dict[Member, Received]:
+        parts: dict[Member, Received] = {}
+        for _ in tries(self.journal.clock, deadline_s=timeout_s, first_s=0.002, most_s=0.25):
+            for member in self.members:
+                if member in parts:
+                    continue
+                key = part_key(attempt, member)
+                try:
+                    data = self.store.read(key)
+                except NotFoundError:
+                    continue
+                part = decode_part(data, key)
+                if part.refused is not None:
+                    raise IncompleteSaveError(
+                        f"save of step {attempt.step} failed on {member}: {part.refused}; the attempt {attempt} was "
+                        f"abandoned and the checkpoint before it stands",
+                        step=attempt.step,
+                        missing=(str(member),),
+                        reason=part.refused,
+                    )
+                parts[member] = Received(
+                    part=part, ref=ObjectRef(key=key, nbytes=len(data), digest=digest_of(data))
+                )
+            if len(parts) == len(self.members) or stop():
+                break
+            self._check_fence(attempt)
+        missing = [str(member) for member in self.members if member not in parts]
+        if missing:
+            raise IncompleteSaveError(
+                f"save of step {attempt.step} lacks the parts of {', '.join(missing[:NAMED_AT_MOST])}"
+                f"{_more(missing)} after {timeout_s:g} s: the attempt {attempt} was abandoned and the checkpoint "
+                f"before it stands; see whether those processes live, and that every required member calls save",
+                step=attempt.step,
+                missing=tuple(missing),
+                reason="missing",
+            )
+        return parts
+
+    def _check_fence(self, attempt: AttemptId) -> None:
+        history = self.journal.catch_up()
+        if history.fence != self.fence:
+            raise fenced(attempt, self.fence, history.fence)
+
+    def _check(self, attempt: AttemptId, parts: Mapping[Member, Received]) -> Index:
+        for member, received in parts.items():
+            check_part(attempt, member, received.part, self.journal.run)
+        roles: dict[str, list[Part]] = {}
+        for member in self.members:
+            roles.setdefault(member.role, []).append(parts[member].part)
+        for role, of_role in roles.items():
+            check_role(attempt, role, of_role)
+        try:
+            table = merge_tables([received.part.table for received in parts.values()])
+        except CorruptError as error:
+            raise InconsistentCutError(str(error), step=attempt.step) from error
+        check_coverage(table)
+        if attempt.kind == "s":
+            self._check_ledgers(attempt, roles)
+        segments = {ref.key: ref for received in parts.values() for ref in received.part.segments}
+        fresh = [ref for ref in segments.values() if not self._is_reused(ref, parts)]
+        self._check_segments(fresh)
+        return Index(
+            run=self.journal.run or "",
+            id=attempt,
+            parts=tuple(PartRef(member=member, object=parts[member].ref) for member in self.members),
+            segments=tuple(segments[key] for key in sorted(segments)),
+            table=table,
+        )
+
+    def _check_ledgers(self, attempt: AttemptId, roles: Mapping[str, Sequence[Part]]) -> None:
+        """Consumption is the leading role's state; the other roles' records of it never decide (R33 to R36)."""
+        claims = []
+        for part in (part for parts in roles.values() for part in parts):
+            ledger = find_ledger(part.state)
+            claims.append(
+                PartClaim(
+                    member=part.member,
+                    step=part.step,
+                    layout=part.layout,
+                    ledgers=() if ledger is None else (ledger,),
+                )
+            )
+        version = roles[self.leader][0].policy_version if self.leader in roles else None
+        check_agreement(claims, step=attempt.step, publication=version, decides=self.leader)
+
+    @staticmethod
+    def _is_reused(ref: SegmentRef, parts: Mapping[Member, Received]) -> bool:
+        return any(ref.key in received.part.witnesses for received in parts.values())
+
+    def _check_segments(self, segments: Iterable[SegmentRef]) -> None:
+        """Each new segment is there, whole in size, and durable, before anything is built on it (R4)."""
+        refs = list(segments)
+        for ref in refs:
+            try:
+                nbytes = self.store.size(ref.key)
+            except NotFoundError as error:
+                raise InconsistentCutError(
+                    f"segment {ref.key} is named by a part but is not on {self.store.url}: the store lost it; "
+                    f"check the store, then save again",
+                    segment=ref.key,
+                ) from error
+            if nbytes != ref.nbytes:
+                raise InconsistentCutError(
+                    f"segment {ref.key} has {nbytes} bytes where its part names {ref.nbytes}: the store cut it; "
+                    f"check the store, then save again",
+                    segment=ref.key,
+                )
+        self.store.settle([ref.key for ref in refs])
+
+    def _write_index(self, index: Index) -> ObjectRef:
+        self.store.settle([ref.object.key for ref in index.parts])
+        data = encode_index(index)
+        key = index_key(index.id, new_id())
+        create_own(self.store, key, data)
+        return ObjectRef(key=key, nbytes=len(data), digest=digest_of(data))
+
+    def _append(
+        self, attempt: AttemptId, index: Index, ref: ObjectRef, parts: Mapping[Member, Received]
+    ) -> None:
+        witnesses = _witnesses(parts)
+        listed = {id: self._segments_of(id) for id in sorted(set(witnesses.values()))}
+        version = parts[self.members[0]].part.policy_version
+        counters = {
+            "nbytes": int(index.table.nbytes.sum()),
+            "nbytes_written": sum(r.part.nbytes_written for r in parts.values()),
+            "nbytes_reused": sum(r.part.nbytes_reused for r in parts.values()),
+            "roles": {
+                role: sum(m.role == role for m in self.members) for role in {m.role for m in self.members}
+            },
+        }
+
+        def decide(history: History) -> CommitEntry | PublishEntry | None:
+            if history.fence != self.fence:
+                raise fenced(attempt, self.fence, history.fence)
+            if history.is_committed(attempt):
+                return None
+            if not history.is_open(attempt):
+                reason = history.fold.abandoned.get(attempt, "a later save of this fence is committed")
+                raise IncompleteSaveError(
+                    f"save of step {attempt.step}: the attempt {attempt} is closed ({reason}); save again",
+                    step=attempt.step,
+                    missing=(),
+                    reason=reason,
+                )
+            if attempt.kind == "p":
+                due = history.due_number()
+                if attempt.step != due:
+                    raise InconsistentCutError(
+                        f"publication {attempt.step} where {due} is due: numbers follow the lineage; publish {due}",
+                        number=attempt.step,
+                        due=due,
+                    )
+                return PublishEntry(
+                    fence=self.fence,
+                    number=attempt.step,
+                    base=None,
+                    index=ref,
+                    digest=content_digest(index.table, [r.part.state for r in parts.values()]),
+                )
+            _check_witnesses(history, attempt, witnesses, listed)
+            found = history.find_publication(version) if version is not None else None
+            return CommitEntry(
+                fence=self.fence,
+                id=attempt,
+                index=ref,
+                witnesses=witnesses,
+                level="home",
+                publication=None if version is None else (version, found.digest if found else None),
+                counters=counters,
+            )
+
+        self.journal.append(decide)
+
+    def _segments_of(self, id: AttemptId) -> frozenset[str]:
+        """Segments that the index in force of a checkpoint lists; empty when it cannot be read."""
+        commit = self.journal.history.fold.commits.get(id)
+        if commit is None:
+            return frozenset()
+        try:
+            return frozenset(ref.key for ref in read_index(self.store, commit.index).segments)
+        except CkptStoreError:
+            return frozenset()
+
+
+# -- outcomes
+
+
+def fenced(attempt: AttemptId, held: int, current: int) -> FencedError:
+    return FencedError(
+        f"cannot commit step {attempt.step}: this process holds fence {held} but the run is at fence {current}; "
+        f"exit without retrying, the job that raised it will resume",
+        step=attempt.step,
+        held=held,
+        current=current,
+    )
+
+
+def read_index(store: Store, ref: ObjectRef) -> Index:
+    """The index that an entry names, its digest checked. CorruptError (also when it is gone) names it."""
+    try:
+        data = store.read(ref.key)
+    except NotFoundError as error:
+        raise CorruptError(
+            f"{ref.key} is named by the journal but is not on {store.url}: the checkpoint is damaged, use an older one",
+            key=ref.key,
+        ) from error
+    if len(data) != ref.nbytes or digest_of(data) != ref.digest:
+        raise CorruptError(
+            f"{ref.key} has {len(data)} bytes with digest {digest_of(data)} where the journal names {ref.nbytes} "
+            f"and {ref.digest}: it is damaged, use an older checkpoint",
+            key=ref.key,
+        )
+    return decode_index(data, ref.key)
+
+
+def content_digest(table: ChunkTable, states: Sequence[object]) -> str:
+    """Digest of what a publication holds: tensors, boxes, chunk digests and values, not where they lie."""
+    hasher = xxhash.xxh3_128()
+    hasher.update(canonical([[s.name, s.dtype, list(s.shape)] for s in table.tensors]))
+    for column in (table.tensor, table.offset, table.shape, table.digest):
+        hasher.update(np.ascontiguousarray(column).view(np.uint8).data)
+    hasher.update(canonical(list(states)))
+    return hasher.hexdigest()
+
+
+def _witnesses(parts: Mapping[Member, Received]) -> dict[str, AttemptId]:
+    return {
+        key: AttemptId.parse(id)
+        for received in parts.values()
+        for key, id in sorted(received.part.witnesses.items())
+    }
+
+
+def _check_witnesses(
+    history: History,
+    attempt: AttemptId,
+    witnesses: Mapping[str, AttemptId],
+    listed: Mapping[AttemptId, frozenset[str]],
+) -> None:
+    """Whatever is reused is still needed by something good, in exactly this prefix (R17)."""
+    good = set(history.good())
+    for segment, id in witnesses.items():
+        if id not in good or segment not in listed[id] or segment in history.fold.rotten:
+            raise InconsistentCutError(
+                f"step {attempt.step} reuses {segment}, but checkpoint {id} no longer vouches for it: the next save "
+                f"writes everything anew",
+                step=attempt.step,
+                segment=segment,
+            )
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""

@@ -1,0 +1,203 @@
+"""The read side: open a run, list its checkpoints, read states, verify every byte.
+
+Needs no incarnation and writes nothing. `read` gives full tensors to one process, whatever number of
+ranks saved them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from ckptstore.catalog import Catalog, checkpoint_info, read_part
+from ckptstore.chunktable import ChunkTable, merge_tables
+from ckptstore.clock import Clock
+from ckptstore.errors import CkptStoreError, MissingTensorError, NotFoundError
+from ckptstore.history import History, SummaryEntry
+from ckptstore.journal import Journal
+from ckptstore.manifest import AttemptId, CheckpointInfo, SegmentRef, journal_key
+from ckptstore.reader import Damage, find_damage, read_leaves
+from ckptstore.skeleton import prune, union
+from ckptstore.state import TensorLeaf, decode
+from ckptstore.store.base import open_store
+from ckptstore.tensor import Box, TensorSpec
+from ckptstore.wire import decode_entry, digest_of, fold_to_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was read and what is wrong. `ok` means that every byte that was checked is what was written."""
+
+    checkpoints: tuple[CheckpointInfo, ...]
+    damage: tuple[Damage, ...]
+    nbytes: int
+    chunks: int
+
+    @property
+    def ok(self) -> bool:
+        return not self.damage
+
+
+class Run:
+    """One run, for reading. Every method looks at the journal anew."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+
+    @property
+    def url(self) -> str:
+        return self.catalog.store.url
+
+    @property
+    def id(self) -> str:
+        return self.catalog.journal.run or ""
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """All live checkpoints, in the order in which they were committed."""
+        return self.catalog.infos()
+
+    def latest(self) -> CheckpointInfo | None:
+        """The newest good checkpoint of the lineage (not the highest step); None when there is none."""
+        history = self.catalog.history
+        good = history.good()
+        return checkpoint_info(history, good[-1]) if good else None
+
+    def read(
+        self, step: int | None = None, role: str = "trainer", names: str | Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """The nested state of one role with full tensors, verified; of the newest checkpoint when `step` is None.
+
+        `names`: glob patterns of dotted names; only what matches is read and given. PerRank values come
+        as PerRank of a list, one item a rank. NoCheckpointError, NotFoundError (no such role),
+        MissingTensorError (no name matches), CorruptError.
+        """
+        id = self.catalog.find(step)
+        index = self.catalog.index(id)
+        refs = sorted(index.part_of(role), key=lambda ref: ref.member.rank)
+        if not refs:
+            roles = sorted({ref.member.role for ref in index.parts})
+            raise NotFoundError(f"checkpoint {id} has no role {role!r}, only {', '.join(roles)}", role=role)
+        node = union([read_part(self.catalog.store, ref).state for ref in refs], by_rank=True)
+        if names is not None:
+            patterns = [names] if isinstance(names, str) else list(names)
+            node = prune(node, lambda path: any(fnmatchcase(path, pattern) for pattern in patterns))
+            if node is None:
+                raise MissingTensorError(
+                    f"no name of role {role!r} in checkpoint {id} matches {patterns}: list them with ckptstore show",
+                    names=tuple(patterns),
+                )
+        specs = {spec.name: spec for spec in index.table.tensors}
+        wanted: dict[str, TensorLeaf] = {}
+        value = decode(node, lambda name, numpy: _allocate(specs[f"{role}/{name}"], numpy, wanted))
+        read_leaves(self.catalog.store, index.table, list(wanted.values()))
+        return dict(value)
+
+    def verify(
+        self, step: int | None = None, *, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> VerifyReport:
+        """Read the journal and everything that the live checkpoints (or that of `step`) need, and compare all digests.
+
+        `progress(done, total)` counts bytes. Damage is reported by object and tensor, not raised.
+        """
+        damage = _verify_journal(self.catalog)
+        history = self.catalog.history
+        ids = [self.catalog.find(step)] if step is not None else list(history.live())
+        tables, segments = list[ChunkTable](), dict[str, SegmentRef]()
+        for id in ids:
+            damage += self._verify_parts(id, tables, segments)
+        table = _distinct(merge_tables(tables))
+        total, done = int(table.nbytes.sum()), [0]
+
+        def count(nbytes: int) -> None:
+            done[0] += nbytes
+            progress(done[0], total)
+
+        damage += find_damage(self.catalog.store, table, list(segments.values()), progress=count)
+        return VerifyReport(
+            checkpoints=tuple(checkpoint_info(history, id) for id in ids),
+            damage=tuple(damage),
+            nbytes=total,
+            chunks=len(table),
+        )
+
+    def _verify_parts(
+        self, id: AttemptId, tables: list[ChunkTable], segments: dict[str, SegmentRef]
+    ) -> list[Damage]:
+        try:
+            index = self.catalog.index(id)
+        except CkptStoreError as error:
+            key = self.catalog.history.fold.commits[id].index.key
+            return [Damage(key=key, tensor=None, problem=f"{id}: {error}")]
+        tables.append(index.table)
+        segments.update({ref.key: ref for ref in index.segments})
+        damage = []
+        for ref in index.parts:
+            try:
+                read_part(self.catalog.store, ref)
+            except CkptStoreError as error:
+                damage.append(Damage(key=ref.object.key, tensor=None, problem=f"{id}: {error}"))
+        return damage
+
+
+def _allocate(spec: TensorSpec, numpy: bool, wanted: dict[str, TensorLeaf]) -> Any:
+    if spec.name in wanted:
+        return wanted[spec.name].data
+    data: Any
+    if numpy:
+        data = np.empty(spec.shape, np.dtype(spec.dtype))
+    else:
+        import torch
+
+        from ckptstore.interop.torch_tensor import torch_dtype
+
+        data = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+    wanted[spec.name] = TensorLeaf(
+        spec=spec, box=Box.whole(spec.shape), data=data, replicas=None, frozen=False
+    )
+    return data
+
+
+def _distinct(table: ChunkTable) -> ChunkTable:
+    """Each stored chunk once, however many checkpoints share it."""
+    if not len(table):
+        return table
+    places = np.stack(
+        [table.segment.astype(np.int64), table.start, table.nbytes, table.tensor.astype(np.int64)], axis=1
+    )
+    _, first = np.unique(places, axis=0, return_index=True)
+    return table.take(np.sort(first))
+
+
+def _verify_journal(catalog: Catalog) -> list[Damage]:
+    """Replay every slot from the first one, and compare each summary with the fold of the slots below it."""
+    journal = Journal(catalog.store, clock=catalog.journal.clock, by="verify")
+    history, damage, prev = History(), list[Damage](), ""
+    for slot in range(catalog.history.slots):
+        key = journal_key(slot)
+        try:
+            data = journal.store.read(key)
+            entry = decode_entry(data, key)
+            if entry.prev != prev:
+                damage.append(Damage(key=key, tensor=None, problem="does not follow the entry before it"))
+            if isinstance(entry.body, SummaryEntry) and entry.body.state != fold_to_json(history.fold):
+                damage.append(Damage(key=key, tensor=None, problem="is not the fold of the slots below it"))
+            history.apply(entry)
+            prev = digest_of(data)
+        except CkptStoreError as error:
+            return [*damage, Damage(key=key, tensor=None, problem=str(error))]
+    return damage
+
+
+def open(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    clock: Clock | None = None,
+) -> Run:
+    """Open a run for reading; writes nothing. NotFoundError (no run), UnsupportedFormatError, CorruptError."""
+    return Run(Catalog(open_store(url, storage_options), clock=clock).open())

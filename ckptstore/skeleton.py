@@ -1,0 +1,110 @@
+"""Questions to the tagged JSON of a state: its common values, its ledger, the union of several ranks'.
+
+Pure functions on what `state.py` wrote; the tags are listed in docs/reference/format-v1.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ckptstore.ledger import Ledger
+
+CONTAINERS = ("d", "l", "t", "z", "o")
+
+
+def tag_of(node: Any) -> str:
+    """The tag of a skeleton node; `v` for a plain JSON value."""
+    return next(iter(node)) if isinstance(node, dict) else "v"
+
+
+def has_tensors(node: Any) -> bool:
+    tag = tag_of(node)
+    if tag in ("T", "N"):
+        return True
+    if tag == "d":
+        return any(has_tensors(child) for _, child in node["d"])
+    if tag in ("l", "t"):
+        return any(has_tensors(child) for child in node[tag])
+    return tag in ("p", "z", "o") and has_tensors(node[tag])
+
+
+def common_values(node: Any, path: str = "") -> list[tuple[str, Any]]:
+    """(path, value) of all leaves that must be equal on every rank that has them.
+
+    Tensors are judged by coverage and PerRank by nobody, so both are left out. A list counts as one
+    value when it holds no tensor, since its length is part of it.
+    """
+    return list(_common(node, path))
+
+
+def _common(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    tag = tag_of(node)
+    if tag in ("T", "N", "p"):
+        return
+    if tag == "d":
+        for key, child in node["d"]:
+            yield from _common(child, f"{path}.{key}" if path else str(key))
+    elif tag in ("l", "t") and has_tensors(node):
+        for number, child in enumerate(node[tag]):
+            yield from _common(child, f"{path}.{number}")
+    elif tag in ("z", "o"):
+        yield from _common(node[tag], path)
+    else:
+        yield path, node
+
+
+def find_ledger(node: Any) -> Ledger | None:
+    """The first Ledger of a state, or None."""
+    tag = tag_of(node)
+    if tag == "ledger":
+        return Ledger.from_json(node["ledger"])
+    if tag == "d":
+        children = [child for _, child in node["d"]]
+    elif tag in ("l", "t"):
+        children = node[tag]
+    elif tag in ("z", "o", "p"):
+        children = [node[tag]]
+    else:
+        return None
+    return next((found for child in children if (found := find_ledger(child)) is not None), None)
+
+
+def union(nodes: Sequence[Any], *, by_rank: bool = False) -> Any:
+    """One skeleton from several ranks': dicts are joined key by key, everything else is the first one's.
+
+    With `by_rank` a PerRank node becomes one of a list, an item for each node given.
+    """
+    first = nodes[0]
+    tag = tag_of(first)
+    same = [node for node in nodes if tag_of(node) == tag]
+    if tag == "d":
+        children: dict[str | int, list[Any]] = {}
+        for node in same:
+            for key, child in node["d"]:
+                children.setdefault(key, []).append(child)
+        return {"d": [[key, union(found, by_rank=by_rank)] for key, found in children.items()]}
+    if tag in ("z", "o"):
+        return {tag: union([node[tag] for node in same], by_rank=by_rank)}
+    if tag == "p" and by_rank:
+        return {"p": {"l": [node["p"] for node in same]}}
+    return first
+
+
+def prune(node: Any, wanted: Callable[[str], bool], path: str = "") -> Any:
+    """The node with only those leaves below dict keys whose dotted path is wanted; None when none is.
+
+    A list or tuple is kept or dropped as one leaf, since its places count.
+    """
+    tag = tag_of(node)
+    if tag == "d":
+        kept = []
+        for key, child in node["d"]:
+            found = prune(child, wanted, f"{path}.{key}" if path else str(key))
+            if found is not None:
+                kept.append([key, found])
+        return {"d": kept} if kept else None
+    if tag in ("z", "o"):
+        inner = prune(node[tag], wanted, path)
+        return None if inner is None else {tag: inner}
+    return node if wanted(path) else None
