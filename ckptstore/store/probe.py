@@ -44,10 +44,12 @@ def probe(store: Store, *, writers: int = WRITERS, keys: int = KEYS) -> None:
             filter(None, (_reread(store, name, values, won) for name, won in _winners(names, outcomes))), None
         )
     except BaseException:
-        with contextlib.suppress(CkptStoreError):  # the first failure is the one to tell
-            _remove(store, names)
+        for name in names:
+            with contextlib.suppress(CkptStoreError):  # the first failure is the one to tell
+                store.delete(name)
         raise
-    _remove(store, names)
+    for name in names:
+        store.delete(name)
     if problem is not None:
         raise InvalidInputError(
             f"{store.url} cannot hold a run: {problem}; two jobs could both believe to have committed, use "
@@ -116,8 +118,3 @@ def _reread(store: Store, name: str, values: Sequence[bytes], won: set[int]) -> 
     except AlreadyExistsError:
         return None
     return f"{name} was created a second time, after it was there"
-
-
-def _remove(store: Store, names: Sequence[str]) -> None:
-    for name in names:
-        store.delete(name)

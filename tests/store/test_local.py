@@ -113,6 +113,42 @@ def test_settle_makes_the_names_of_others_durable(tmp_path: Path, monkeypatch: p
     assert not (root / "parts").exists()
 
 
+def test_settling_a_folder_that_is_not_there_proves_nothing_about_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    store = LocalStore(root=root)
+    store.settle([KEY])
+    (root / "journal" / "a").mkdir(parents=True)  # by another process, not yet durable
+    recorder = Recorder(monkeypatch, tmp_path)
+    store.create(KEY, VALUE)
+    synced = [event.path for event in recorder.events if event.call == "fsync"]
+    assert synced[:3] == [str(tmp_path), str(root), str(root / "journal")]
+
+
+@pytest.mark.parametrize("made_before", [True, False])
+def test_a_parent_that_may_not_be_opened_is_fine_only_above_a_root_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_before: bool
+) -> None:
+    root, real = tmp_path / "run", file.fsync_folder
+    if made_before:
+        root.mkdir()
+
+    def forbidden_above_the_root(path: str) -> None:
+        if path == str(tmp_path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        real(path)
+
+    monkeypatch.setattr(file, "fsync_folder", forbidden_above_the_root)
+    store = LocalStore(root=root)
+    if made_before:
+        store.create(KEY, VALUE)
+    else:
+        with pytest.raises(StoreUnavailableError, match="Permission denied"):
+            store.create(KEY, VALUE)
+    assert files_under(root) == ({KEY} if made_before else set())
+
+
 def _skip(*_: object) -> None:
     return None
 

@@ -115,7 +115,11 @@ def test_lost_replies_do_not_condemn_a_store(fault: Fault) -> None:
 
 def test_a_store_that_is_unavailable_is_not_condemned_and_keeps_no_scratch_keys() -> None:
     inner = MemoryStore()
-    store = FaultStore(inner, choose=lambda call: "unavailable" if 50 <= call.number < 60 else None)
+
+    def choose(call: Call) -> Fault | None:
+        return "unavailable" if call.verb == "create" and 50 <= call.number < 60 else None
+
+    store = FaultStore(inner, choose=choose)
     with pytest.raises(StoreUnavailableError):
         probe(store)
     assert list(inner.list("")) == []
