@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from typing import Any
 
@@ -194,3 +195,14 @@ def test_a_million_ordinals_in_order_stay_small() -> None:
         ledger.consume(ledger.issue(1000), step)
     assert ledger.frontier == 1_000_000
     assert len(json.dumps(ledger.to_json())) < 32_000
+
+
+@given(st.permutations(range(8)), st.lists(st.integers(0, 1), min_size=8, max_size=8))
+def test_the_stored_form_does_not_depend_on_the_order_of_calls(order: list[int], steps: list[int]) -> None:
+    one, other = Ledger(), Ledger()
+    for ordinal in range(8):
+        one.consume([ordinal], steps[ordinal])
+        other.consume([order[ordinal]], steps[order[ordinal]])
+    assert one.to_json() == other.to_json()
+    rows = one.to_json()["consumed"]
+    assert len(rows) == 1 + sum(a != b for a, b in itertools.pairwise(steps))

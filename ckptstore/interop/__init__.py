@@ -1,0 +1,1 @@
+"""Bridges to other libraries' states and checkpoints; each module imports what it bridges to."""
