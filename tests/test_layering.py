@@ -26,13 +26,21 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("plan", "plan.save", "plan.load", "cut", "agreement", "intervals", "ledger", "history", "skeleton"),
         *("recovery", "recovery.point", "recovery.machine"),
     ),
-    ("wire", "tablefile", "segment", "interop", "interop.torch_tensor", "interop.torch_state"),
+    (
+        "wire",
+        "tablefile",
+        "segment",
+        "interop",
+        "interop.torch_tensor",
+        "interop.torch_lazy",
+        "interop.torch_state",
+    ),
     (
         *("store", "store.base", "store.memory", "store.file", "store.local", "store.probe"),
         *("clock", "state", "binding", "snapshot", "journal"),
     ),
     ("writer", "reader", "commit", "catalog", "recovery.launcher", "recovery.ray", "recovery.detector"),
-    ("incarnation", "checkpointer", "publish", "run", "recovery.coordinator"),
+    ("incarnation", "contribution", "checkpointer", "publish", "run", "recovery.coordinator"),
     ("", "demo.*", "cli.*", "testing.*"),  # "" is ckptstore/__init__.py
 )
 # A pure module decides from its arguments alone: the same arguments tomorrow give the same answer.
