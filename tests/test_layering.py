@@ -21,7 +21,7 @@ MODULE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "tensor", "layout", "manifest"),
+    ("errors", "tensor", "layout", "chunktable", "manifest"),
     (
         *("plan", "plan.save", "plan.load", "cut", "agreement", "intervals", "ledger", "history", "skeleton"),
         *("recovery", "recovery.point", "recovery.machine"),
@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("clock", "state", "binding", "snapshot", "journal"),
     ),
     ("writer", "reader", "commit", "catalog", "recovery.launcher", "recovery.ray", "recovery.detector"),
-    ("incarnation", "contribution", "checkpointer", "publish", "run", "recovery.coordinator"),
+    ("claim", "incarnation", "contribution", "checkpointer", "publish", "run", "recovery.coordinator"),
     ("", "demo.*", "cli.*", "testing.*"),  # "" is ckptstore/__init__.py
 )
 # A pure module decides from its arguments alone: the same arguments tomorrow give the same answer.
