@@ -68,7 +68,7 @@ def check_coverage(table: ChunkTable) -> None:
         return
     problems = tuple((table.tensors[item.whole].name, item.covers, item.box) for item in found)
     shown = "; ".join(f"{table.tensors[item.whole].name}: {item}" for item in found[:_SHOWN])
-    more = f" and {len(found) - _SHOWN} more tensors" if len(found) > _SHOWN else ""
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise InconsistentCutError(
         f"the chunks do not cover every element once: {shown}{more}; "
         f"correct the shards, offsets or replicas that the ranks declare",

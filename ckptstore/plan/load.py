@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.chunktable import ChunkTable
 from ckptstore.cut import find_untiled
 from ckptstore.errors import CorruptError, InvalidInputError, LayoutMismatchError, MissingTensorError
-from ckptstore.chunktable import ChunkTable
 from ckptstore.tensor import Box, Shard
 
 GAP_NBYTES = 64 * 2**10
@@ -147,7 +147,7 @@ class _Problems:
         texts = [text for kind in kinds for text in kind.values()]
         if not texts:
             return
-        more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+        more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
         if self.missing or self.mismatched:
             error: type[MissingTensorError | LayoutMismatchError | CorruptError] = (
                 MissingTensorError if self.missing else LayoutMismatchError

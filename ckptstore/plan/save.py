@@ -163,7 +163,7 @@ def _holdings(layout: Layout) -> Iterator[_Holding]:
 
 
 def _refuse(layout: Layout, problems: Sequence[str]) -> NoReturn:
-    more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     raise LayoutMismatchError(
         f"the layouts of role {layout.role!r} with {layout.size} ranks do not fit together: "
         f"{'; '.join(problems[:_SHOWN])}{more}; correct the shards or their replicas",

@@ -12,8 +12,8 @@ from math import prod
 
 from hypothesis import strategies as st
 
+from ckptstore.chunktable import DIGEST_NBYTES, ChunkTable, make_table
 from ckptstore.layout import Layout
-from ckptstore.manifest import DIGEST_NBYTES, ChunkTable, make_table
 from ckptstore.tensor import DTYPES, Box, Shape, Shard, TensorSpec, cut_flat_range
 
 _DEPTH_MAX = 5

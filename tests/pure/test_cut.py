@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from ckptstore.chunktable import ChunkTable
 from ckptstore.cut import check_coverage
 from ckptstore.errors import CorruptError, InconsistentCutError, InvalidInputError
-from ckptstore.chunktable import ChunkTable
 from ckptstore.tensor import Box, Shape, TensorSpec
 from ckptstore.testing.strategies import boxes, chunk_table, chunk_tables, shapes, specs, tilings
 
@@ -132,12 +132,21 @@ def test_a_scalar_held_twice_is_refused() -> None:
 
 
 def test_all_bad_tensors_are_named_in_order() -> None:
-    names = [f"trainer/w{n}" for n in range(8)]
-    tiles = {spec_of((4, n), f"trainer/w{n}"): [Box.whole((3, n))] for n in range(1, 8)}
-    tiles[spec_of((), names[0])] = [Box.whole(())] * 3
-    with pytest.raises(InconsistentCutError, match="and 3 more tensors") as caught:
-        check_coverage(chunk_table(tiles))
-    assert list(caught.value.tensors) == names
+    """Whatever their number of dimensions, and whatever is wrong with each."""
+    rows: dict[Shape, list[Box]] = {
+        (5,): [Box.whole((9,))],  # leaves its tensor
+        (1, 5): [Box.whole((1, 4))],  # a gap
+        (6,): [Box.whole((5,))],
+        (): [Box.whole(())] * 3,  # an overlap
+        (1, 6): [Box.whole((2, 6))],
+        (0,): [Box.whole((0,))] * 2,  # one row too many
+        (7,): [Box.whole((7,)), Box.whole((1,))],
+    }
+    tiles = {spec_of(shape, f"trainer/w{n}"): boxes for n, (shape, boxes) in enumerate(rows.items())}
+    good = {spec_of((4,), "trainer/good"): [Box.whole((4,))]}
+    with pytest.raises(InconsistentCutError, match="and 2 more") as caught:
+        check_coverage(chunk_table(good | tiles))
+    assert list(caught.value.tensors) == [spec.name for spec in tiles]
 
 
 def test_no_table_at_all_covers_nothing() -> None:

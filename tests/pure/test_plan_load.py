@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptstore.chunktable import ChunkTable, make_table
 from ckptstore.errors import CorruptError, InvalidInputError, LayoutMismatchError, MissingTensorError
 from ckptstore.layout import Layout
-from ckptstore.chunktable import ChunkTable, make_table
 from ckptstore.plan.load import LoadPlan, plan_load
 from ckptstore.plan.save import plan_save
 from ckptstore.tensor import Box, Shape, Shard, TensorSpec, itemsize
@@ -212,6 +212,17 @@ def test_a_chunk_larger_than_a_batch_is_read_alone() -> None:
     tiles = [Box.whole((10,)), Box(offset=(10,), shape=(80,)), Box(offset=(90,), shape=(10,))]
     plan = plan_load(chunk_table({spec: tiles}), [Shard(spec=spec, box=Box.whole((100,)))], batch_nbytes=50)
     assert [(read.start, read.nbytes) for read in plan.reads] == [(0, 10), (10, 80), (90, 10)]
+
+
+@pytest.mark.parametrize(
+    ("gap", "batch", "reads"), [(10, 30, 1), (9, 30, 2), (10, 29, 2), (15, 30, 1), (9, 10**6, 2)]
+)
+def test_chunks_are_read_together_up_to_both_limits_and_no_further(gap: int, batch: int, reads: int) -> None:
+    """Two chunks of ten bytes, ten bytes apart."""
+    spec = spec_of((20,))
+    table = chunk_table({spec: [Box.whole((10,)), Box(offset=(10,), shape=(10,))]}, gap_nbytes=10)
+    plan = plan_load(table, [Shard(spec=spec, box=Box.whole((20,)))], gap_nbytes=gap, batch_nbytes=batch)
+    assert (len(plan.reads), plan.nbytes_read) == (reads, 30 if reads == 1 else 20)
 
 
 def test_impossible_limits_and_unsorted_tables_are_refused() -> None:

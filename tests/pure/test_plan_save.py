@@ -139,6 +139,13 @@ def test_tensors_are_cut_no_finer_than_balance_needs() -> None:
     assert [len(chunks) for chunks in plan_save(layout_of(small, small))] == [1, 0], "64 KiB is one slice"
 
 
+def test_pieces_too_small_to_cut_go_largest_first() -> None:
+    """One and one fill what two leaves; smallest first would end at three against one."""
+    held = [shard(name, (count, 256), replicas=(0, 1)) for name, count in (("a", 1), ("b", 1), ("c", 2))]
+    layout = layout_of(held, held)
+    assert loads(layout, plan_save(layout)) == [2048, 2048]
+
+
 def test_chunks_are_at_most_32_mib_and_a_power_of_two_of_them() -> None:
     (chunks,) = plan_save(layout_of([shard("w", (5 * 2**20, 16))]))
     assert len(chunks) == 16 and {chunk.box.numel for chunk in chunks} == {5 * 2**20}
