@@ -56,12 +56,16 @@ class Binding:
         """Fit `target` (the state's dict) onto the saved skeleton. Changes nothing."""
         self._node(target, saved, "", in_rank=False)
 
+    def present(self, tensors: Mapping[str, TensorSpec]) -> list[TensorLeaf]:
+        """The wanted leaves whose tensors are stored: all of them, unless the restore is not strict."""
+        return [leaf for leaf in self.leaves if leaf.spec.name in tensors]
+
     def check_specs(self, tensors: Mapping[str, TensorSpec]) -> None:
         """Note each wanted tensor that is stored with another dtype or global shape, or not at all."""
         for leaf in self.leaves:
             stored, spec = tensors.get(leaf.spec.name), leaf.spec
             if stored is None:
-                self.missing.append(spec.name)
+                self.missing.append(spec.name.split("/", 1)[1])
             elif stored != spec:
                 self.mismatched.append(
                     f"{spec.name} was saved as {stored.dtype}{list(stored.shape)}, the target is "

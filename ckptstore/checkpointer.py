@@ -12,40 +12,29 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from ckptstore.binding import Binding
-from ckptstore.catalog import checkpoint_info, read_part
+from ckptstore import errors
+from ckptstore.catalog import checkpoint_info
+from ckptstore.claim import claim
 from ckptstore.clock import Clock, SystemClock
-from ckptstore.commit import COMMIT_TIMEOUT_S, Committer, read_index
+from ckptstore.commit import COMMIT_TIMEOUT_S, Committer
 from ckptstore.contribution import Contributor
-from ckptstore.errors import CkptStoreError, CorruptError, InvalidInputError, NotFoundError
-from ckptstore.history import History, MarkEntry
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptError,
+    InconsistentCutError,
+    InvalidInputError,
+)
 from ckptstore.incarnation import Incarnation, Token, begin
 from ckptstore.journal import Journal
-from ckptstore.manifest import AttemptId, CheckpointInfo, Index, Member, Part
-from ckptstore.reader import read_leaves
-from ckptstore.skeleton import union
+from ckptstore.manifest import AttemptId, CheckpointInfo, Member, Part
+from ckptstore.restore import RestoreReport, mark_bad, restore_member
 from ckptstore.store.base import Store, open_store
 from ckptstore.writer import Baseline
 
 Phase = Callable[[str, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport:
-    """What a restore did. `unasked`: saved names that the target did not ask for; `skipped`: asked for, not saved."""
-
-    step: int
-    checkpoint: str
-    duration_s: float
-    nbytes: int
-    nbytes_read: int
-    unasked: tuple[str, ...]
-    skipped: tuple[str, ...]
-    per_rank_not_given_back: tuple[str, ...]
 
 
 class SaveHandle:
@@ -56,6 +45,7 @@ class SaveHandle:
         self.step = attempt.step
         self._written = threading.Event()
         self._done: Future[CheckpointInfo] = Future()
+        self._part_durable = False
         self._told = False
 
     def written(self, timeout_s: float = 600.0) -> None:
@@ -64,8 +54,6 @@ class SaveHandle:
             raise TimeoutError(f"step {self.step}: this member's part is not durable after {timeout_s:g} s")
         if self._done.done() and self._done.exception() is not None and not self._part_durable:
             self.result(0)
-
-    _part_durable = False
 
     def result(self, timeout_s: float = 600.0) -> CheckpointInfo:
         """The committed checkpoint. Raises IncompleteSaveError or InconsistentCutError (abandoned), FencedError,
@@ -119,7 +107,7 @@ class Checkpointer:
             open_store(self._token.url, storage_options) if isinstance(inc, str) else inc.store
         )
         self._clock = clock if clock is not None else SystemClock()
-        self._journal = Journal(self._store, clock=self._clock, by=str(self._member))
+        self._journal = Journal(self._store, clock=self._clock, by=str(self._member), run=self._token.run)
         self._commit_timeout_s = commit_timeout_s
         self._on_phase = on_phase
         self._owned: Incarnation | None = None
@@ -146,6 +134,7 @@ class Checkpointer:
         self._last_step: int | None = None
         self._baseline: Baseline | None = None
         self._closed = False
+        self._life: int | None = None
         self.last_restore: RestoreReport | None = None
 
     @classmethod
@@ -158,10 +147,12 @@ class Checkpointer:
         """
         import torch.distributed as dist
 
+        from ckptstore.interop.torch_tensor import broadcast_json
+
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         begins = {k: options.pop(k) for k in ("resume", "takeover", "job") if k in options}
-        message: list[Any] = [None, None]
-        owned = None
+        message: dict[str, str] = {}
+        owned, failure = None, None
         if rank == 0:
             try:
                 owned = begin(
@@ -171,14 +162,16 @@ class Checkpointer:
                     clock=options.get("clock"),
                     **begins,
                 )
-                message = [owned.token, None]
+                message = {"token": owned.token}
             except CkptStoreError as error:
-                message = [None, error]
-        source = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast_object_list(message, src=source, group=group)
-        if message[1] is not None:
-            raise message[1]
-        made = cls(message[0], role=role, rank=rank, **options)
+                failure, message = error, {"error": type(error).__name__, "message": str(error)}
+        message = broadcast_json(message, group)
+        if failure is not None:
+            raise failure
+        if "error" in message:
+            kind = getattr(errors, message["error"], CkptStoreError)
+            raise kind(f"begin failed on rank 0: {message['message']}")
+        made = cls(message["token"], role=role, rank=rank, **options)
         made._owned = owned
         return made
 
@@ -191,6 +184,12 @@ class Checkpointer:
         """The step that `restore` gives; None on a fresh start."""
         id = self._token.origin.checkpoint
         return None if id is None else id.step
+
+    def _claim(self) -> None:
+        """Once, before anything is restored or saved: a rank of the leading role has one life a fence."""
+        if self._life is None:
+            single = self._member.role == self._token.roster.roles[0][0]
+            self._life = claim(self._store, self._clock, self._token.fence, self._member, single=single)
 
     # -- save
 
@@ -207,6 +206,7 @@ class Checkpointer:
                 f"step {step} after step {self._last_step}: under one fence steps never decrease; begin anew",
                 step=step,
             )
+        self._claim()
         number = self._counts.get(step, 0)
         self._counts[step] = number + 1  # taken on entry, before anything can fail (protocol R1)
         self._settle_previous(self._commit_timeout_s * 2)
@@ -242,7 +242,8 @@ class Checkpointer:
         except (
             BaseException
         ) as error:  # whatever it was, it reaches the caller at result(), save() or close()
-            self._baseline = None
+            if isinstance(error, InconsistentCutError):
+                self._baseline = None  # perhaps nothing vouches for it any more: the next save writes in full
             handle._done.set_exception(error)
         else:
             handle._done.set_result(info)
@@ -286,72 +287,23 @@ class Checkpointer:
             raise InvalidInputError(
                 "restore after a save: restore once, before the first save (begin anew to go back)"
             )
-        started = self._clock.monotonic()
+        self._claim()
         history = self._journal.catch_up(self._token.slot + 1)
         try:
-            index = read_index(self._store, history.fold.commits[origin].index)
-            report = self._fill(index, state, strict)
+            index, self.last_restore = restore_member(
+                self._store,
+                history.fold.commits[origin].index,
+                self._member,
+                size=self._token.roster.size(self._member.role),
+                state=state,
+                strict=strict,
+                clock=self._clock,
+            )
         except CorruptError as error:
-            self._mark_bad(origin, error)
+            mark_bad(self._journal, origin, error)
             raise
-        binding, read = report
         self._baseline = Baseline.of(origin, index.table, index.segments)
-        self.last_restore = RestoreReport(
-            step=origin.step,
-            checkpoint=str(origin),
-            duration_s=self._clock.monotonic() - started,
-            nbytes=read.nbytes_wanted,
-            nbytes_read=read.nbytes_read,
-            unasked=tuple(sorted(binding.unasked)),
-            skipped=tuple(binding.missing),
-            per_rank_not_given_back=tuple(binding.not_given_back),
-        )
         return origin.step
-
-    def _fill(self, index: Index, state: dict[str, Any], strict: bool) -> tuple[Binding, Any]:
-        role, rank = self._member.role, self._member.rank
-        refs = {ref.member.rank: ref for ref in index.part_of(role)}
-        if not refs:
-            raise NotFoundError(
-                f"checkpoint {index.id} has no role {role!r}, only {sorted({r.member.role for r in index.parts})}",
-                role=role,
-            )
-        same = len(refs) == self._token.roster.size(role)
-        mine = rank if same else min(refs)
-        parts = [read_part(self._store, refs[mine]).state]
-        binding = Binding(role=role, rank=rank, per_rank=same)
-        binding.bind(state, parts[0])
-        if (
-            binding.missing and len(refs) > 1
-        ):  # another rank may hold what this one's part lacks (pipeline stages)
-            parts += [read_part(self._store, ref).state for n, ref in sorted(refs.items()) if n != mine]
-            binding = Binding(role=role, rank=rank, per_rank=same)
-            binding.bind(state, union(parts))
-        binding.check_specs({spec.name: spec for spec in index.table.tensors})
-        if strict or binding.mismatched:
-            binding.refuse()
-        missing = set(binding.missing)
-        read = read_leaves(
-            self._store, index.table, [leaf for leaf in binding.leaves if leaf.spec.name not in missing]
-        )
-        binding.apply()
-        return binding, read
-
-    def _mark_bad(self, id: AttemptId, error: CorruptError) -> None:
-        """The next incarnation passes over this checkpoint; ranks never choose apart (protocol R22)."""
-        segment = error.values.get("segment")
-
-        def decide(history: History) -> MarkEntry | None:
-            if id in history.fold.bad or id not in history.live():
-                return None
-            return MarkEntry(
-                kind="bad", id=id, segments=(segment,) if segment else (), reason=str(error)[:2000]
-            )
-
-        try:
-            self._journal.append(decide)
-        except CkptStoreError as second:
-            error.add_note(f"and it could not be marked bad in the journal: {second}")
 
     # -- end
 
@@ -362,13 +314,10 @@ class Checkpointer:
         try:
             self._settle_previous(timeout_s)
         finally:
-            self._shut()
+            self._closed = True
+            self._stopping.set()
             if self._owned is not None:
                 self._owned.close()
-
-    def _shut(self) -> None:
-        self._closed = True
-        self._stopping.set()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -378,8 +327,8 @@ class Checkpointer:
     ) -> None:
         if error is None:
             self.close()
-        elif not self._closed:
-            self._shut()  # leaving by an exception does not wait
+        else:
+            self._closed = True  # leaving by an exception does not wait; what is in flight may still land
 
     def _check_open(self) -> None:
         if self._closed:

@@ -126,8 +126,12 @@ class Committer:
                 parts[member] = Received(
                     part=part, ref=ObjectRef(key=key, nbytes=len(data), digest=digest_of(data))
                 )
-            if len(parts) == len(self.members) or stop():
+            if len(parts) == len(self.members):
                 break
+            if stop():
+                raise TimeoutError(
+                    f"the Checkpointer was closed while step {attempt.step} waited for parts: {attempt} stays open"
+                )
             self._check_fence(attempt)
         missing = [str(member) for member in self.members if member not in parts]
         if missing:

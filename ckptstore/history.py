@@ -9,7 +9,6 @@ docs/explanation/cuts.md tells them in words.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,16 +158,11 @@ class Fold:
 
 
 class History:
-    """The fold of a journal prefix and the questions that the rules ask of it. Not thread-safe; copy to share."""
+    """The fold of a journal prefix and the questions that the rules ask of it. Not thread-safe."""
 
     def __init__(self, fold: Fold | None = None) -> None:
         self.fold = fold if fold is not None else Fold()
         self.writes: dict[str, int] = {}
-
-    def copy(self) -> History:
-        new = History(deepcopy(self.fold))
-        new.writes = dict(self.writes)
-        return new
 
     # -- folding
 
@@ -232,8 +226,7 @@ class History:
                 at, until = origin.checkpoint.fence, self.fold.commit_slot[origin.checkpoint] + 1
 
     def on_lineage(self, id: AttemptId) -> bool:
-        slot = self.fold.commit_slot[id]
-        return any(id.fence == fence and slot < until for fence, until in self.chain())
+        return self.fold.commit_slot[id] < dict(self.chain()).get(id.fence, 0)
 
     def live(self) -> tuple[AttemptId, ...]:
         """Committed and not retired, in journal order."""
@@ -241,7 +234,9 @@ class History:
 
     def good(self) -> tuple[AttemptId, ...]:
         """Live, not marked bad, on the lineage of the newest fence; in journal order, so the last is the newest."""
-        return tuple(id for id in self.live() if id not in self.fold.bad and self.on_lineage(id))
+        past = dict(self.chain())
+        slot = self.fold.commit_slot
+        return tuple(id for id in self.live() if id not in self.fold.bad and slot[id] < past.get(id.fence, 0))
 
     def restores(self, fence: int) -> AttemptId | None:
         """The checkpoint that `fence` restores, through adoptions; None for a fresh start."""
@@ -339,6 +334,8 @@ class History:
     def find_publication(self, number: int, digest: str | None = None) -> PublishEntry | None:
         """The newest entry of the lineage with this number (and digest, when given)."""
         for entry in reversed(self.fold.publications):
-            if entry.number == number and digest in (None, entry.digest):
+            if entry.number != number or digest not in (None, entry.digest):
+                continue
+            if self.version_on_lineage(entry.fence, entry.number):
                 return entry
         return None

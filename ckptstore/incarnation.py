@@ -25,12 +25,13 @@ from ckptstore.errors import (
     CkptStoreError,
     CorruptError,
     FencedError,
+    InternalError,
     InvalidInputError,
     NotFoundError,
     OutcomeUnknownError,
     RunInUseError,
 )
-from ckptstore.history import CHECKPOINT, FenceEntry, History, Origin, ReleaseEntry
+from ckptstore.history import CHECKPOINT, FenceEntry, History, MarkEntry, Origin, ReleaseEntry
 from ckptstore.journal import Journal, new_id
 from ckptstore.manifest import FORMAT, AttemptId, Member, Roster
 from ckptstore.recovery.point import choose_origin
@@ -221,14 +222,34 @@ def begin(
     history = journal.catch_up()
     if not takeover:
         _check_free(store, history, name, clock)
+    entry = _raise_fence(store, journal, wanted, resume, name, founding)
+    token = Token(
+        url=store.url,
+        run=journal.run or "",
+        fence=entry.fence,
+        slot=journal.history.fold.fence_slot[entry.fence],
+        origin=entry.origin,
+        roster=wanted,
+        committer=leader,
+    )
+    incarnation = Incarnation(token=token, store=store, journal=journal, job=name)
+    incarnation.start_beat()
+    return incarnation
+
+
+def _raise_fence(
+    store: Store, journal: Journal, roster: Roster, resume: str | int, job: str, founding: dict[str, Any]
+) -> FenceEntry:
+    """Append the fence entry, its origin judged on exactly the prefix below it; whoever loses the race stands down."""
+    history = journal.catch_up()
     replaces = history.fence
     unreadable = _unreadable(store, history, resume)
 
     def decide(prefix: History) -> FenceEntry:
         if prefix.fence != replaces:
             raise FencedError(
-                f"cannot begin: fence {prefix.fence} was raised while this process tried to replace fence {replaces}; "
-                f"stand down, the other incarnation runs",
+                f"cannot begin: fence {prefix.fence} was raised while this process tried to replace fence "
+                f"{replaces}; stand down, the other incarnation runs",
                 step=None,
                 held=replaces,
                 current=prefix.fence,
@@ -239,28 +260,17 @@ def begin(
             replaces=replaces,
             origin=origin,
             reason=reason,
-            roster=wanted,
-            job=name,
+            roster=roster,
+            job=job,
             founding=founding if prefix.slots == 0 else None,
         )
 
     entry = journal.append(decide)
     if entry is None or not isinstance(entry.body, FenceEntry):
-        raise CorruptError(
-            "the journal gave back something that is not the fence that was appended: run verify"
-        )
-    token = Token(
-        url=store.url,
-        run=entry.run,
-        fence=entry.body.fence,
-        slot=entry.slot,
-        origin=entry.body.origin,
-        roster=wanted,
-        committer=leader,
-    )
-    incarnation = Incarnation(token=token, store=store, journal=journal, job=name)
-    incarnation.start_beat()
-    return incarnation
+        raise InternalError("the journal gave back something other than the fence that was appended")
+    for id in unreadable:
+        _mark_bad(journal, id)
+    return entry.body
 
 
 def _run_of(store: Store, journal: Journal, clock: Clock) -> dict[str, Any]:
@@ -306,6 +316,15 @@ def _check_free(store: Store, history: History, job: str, clock: Clock) -> None:
             )
 
 
+def _mark_bad(journal: Journal, id: AttemptId) -> None:
+    def decide(history: History) -> MarkEntry | None:
+        if id in history.fold.bad or id not in history.live():
+            return None
+        return MarkEntry(kind="bad", id=id, segments=(), reason="its index is damaged or gone, read twice")
+
+    journal.append(decide)
+
+
 def _beat(store: Store, fence: int) -> dict[str, Any] | None:
     try:
         value = json.loads(store.read(alive_key(fence)))
@@ -326,8 +345,17 @@ def _unreadable(store: Store, history: History, resume: str | int) -> list[Attem
             return skipped  # judged again, and raised, on the prefix that the fence is decided on
         if origin.kind != CHECKPOINT or origin.checkpoint is None:
             return skipped
-        try:
-            read_index(store, history.fold.commits[origin.checkpoint].index)
+        if _readable(store, history, origin.checkpoint):
             return skipped
+        skipped.append(origin.checkpoint)
+
+
+def _readable(store: Store, history: History, id: AttemptId) -> bool:
+    """Is the index whole? A damaged one is read a second time before it is believed to be damaged."""
+    for _ in range(2):
+        try:
+            read_index(store, history.fold.commits[id].index)
+            return True
         except CorruptError:
-            skipped.append(origin.checkpoint)
+            continue
+    return False

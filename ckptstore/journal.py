@@ -34,13 +34,15 @@ def new_id() -> str:
 
 
 class Journal:
-    """One process's view of a run's journal. Thread-safe."""
+    """One process's view of a run's journal; of any run until `run` is known. Thread-safe."""
 
-    def __init__(self, store: Store, *, clock: Clock | None = None, by: str = "") -> None:
+    def __init__(
+        self, store: Store, *, clock: Clock | None = None, by: str = "", run: str | None = None
+    ) -> None:
         self.store = store
         self.clock = clock if clock is not None else SystemClock()
         self.by = by
-        self.run: str | None = None
+        self.run = run
         self._lock = threading.RLock()
         self._history = History()
         self._prev = ""
@@ -198,6 +200,8 @@ class Journal:
             data = self.store.read(key)
             entry = decode_entry(data, key)
             if not isinstance(entry.body, SummaryEntry) or entry.slot != slot:
+                return False
+            if self.run is not None and entry.run != self.run:
                 return False
             history = History(fold_from_json(entry.body.state, key))
             if history.slots != slot:

@@ -51,7 +51,9 @@ class Publisher:
                 rank=rank,
             )
         self._store = open_store(self._token.url, storage_options) if isinstance(inc, str) else inc.store
-        self._journal = Journal(self._store, clock=clock or SystemClock(), by=str(self._member))
+        self._journal = Journal(
+            self._store, clock=clock or SystemClock(), by=str(self._member), run=self._token.run
+        )
         self._timeout_s = timeout_s
         members = tuple(Member(role=role, rank=n) for n in range(size))
         committer = None

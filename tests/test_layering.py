@@ -40,7 +40,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("clock", "state", "binding", "snapshot", "journal"),
     ),
     ("writer", "reader", "commit", "catalog", "recovery.launcher", "recovery.ray", "recovery.detector"),
-    ("claim", "incarnation", "contribution", "checkpointer", "publish", "run", "recovery.coordinator"),
+    (
+        "claim",
+        "restore",
+        "incarnation",
+        "contribution",
+        "checkpointer",
+        "publish",
+        "run",
+        "recovery.coordinator",
+    ),
     ("", "demo.*", "cli.*", "testing.*"),  # "" is ckptstore/__init__.py
 )
 # A pure module decides from its arguments alone: the same arguments tomorrow give the same answer.

@@ -174,3 +174,24 @@ def local_shard(tensor: Any, rank: int, where: str) -> LocalShard:
     return LocalShard(
         tensor=local, box=box, shape=shape, replicas=replicas if len(replicas) > 1 and box.numel else ()
     )
+
+
+def broadcast_json(message: dict[str, str], group: Any) -> dict[str, str]:
+    """Rank 0's message on all ranks of a process group; as bytes, so that nothing is unpickled."""
+    import json
+
+    import torch.distributed as dist
+
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    device = torch.device("cpu")
+    if dist.get_backend(group) not in ("gloo", "mpi") and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator() or device
+    data = json.dumps(message).encode()
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(length, src=source, group=group)
+    if dist.get_rank(group) == 0:
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    else:
+        body = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(body, src=source, group=group)
+    return dict(json.loads(body.cpu().numpy().tobytes()))
