@@ -373,6 +373,7 @@ TABLE: Mapping[State, Mapping[type[Any], Row]] = {
     State.CONVERGING: {
         **_ANYWHERE,
         Converged: _converged,
+        RestoreCorrupt: _corrupt,
         RolloutDied: _to(State.CONVERGING, ConvergeEngines()),
         StoreDown: _to(State.CONVERGING, Backoff(), ConvergeEngines()),
     },

@@ -1,0 +1,226 @@
+"""One local Ray session for all runs of a command, and nothing left of it afterwards.
+
+Ray prints on stdout, runs workers at nice 15, kills processes when memory is short, leaves its folder
+behind, and leaves agents when its driver is killed: each is dealt with here. A janitor process cleans up if
+this one is killed. The traps: docs/explanation/cuts.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+from ckptstore.demo import janitor
+
+OBJECT_STORE_NBYTES = 100 * 1024**2
+LEAVE_S = 15.0  # for Ray's processes to end by themselves after shutdown
+SURVEY_S = 1.0
+_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # one kernel for each row count of an expert else: 0.4 GiB
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class RaySession:
+    """Use with `with`. `namespace` is that of the session's actors."""
+
+    def __init__(self) -> None:
+        self.namespace = f"ckptstore-{secrets.token_hex(4)}"
+        self._folder: str | None = None
+        self._janitor: subprocess.Popen[str] | None = None
+        self._known: set[janitor.Process] = set()
+        self._surveyed_s = 0.0
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> RaySession:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._tidy)
+            self._start_janitor()
+            # Short, because the path of a socket has at most 107 bytes.
+            self._folder = tempfile.mkdtemp(prefix="ck-", dir="/tmp")
+            self._tell(f"session {self._folder}")
+            # Ray prints on stdout, from a thread, whatever it is told: stdout is for results, and deaths are
+            # planned here.
+            talk = stack.enter_context(open(os.path.join(self._folder, "ray.out"), "w", encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(talk))
+            stack.enter_context(_environment(_variables(self._folder)))
+            stack.enter_context(_signals())
+            self._start_ray(self._folder)
+            stack.callback(self._stop_ray)
+            self.survey(at_once=True)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _deaf():
+            self._stack.close()
+
+    def own_folder(self, path: str) -> None:
+        """The janitor removes this folder too, if the command is killed."""
+        self._tell(f"folder {path}")
+
+    def survey(self, *, at_once: bool = False) -> None:
+        """Tell the janitor of processes that are new; often called, it looks once a second."""
+        now_s = time.monotonic()
+        if not at_once and now_s - self._surveyed_s < SURVEY_S:
+            return
+        self._surveyed_s = now_s
+        if self._folder is None:
+            return
+        tree = janitor.parents()
+        marked = janitor.naming([self._folder], tree)  # not: all children of this process, it may have others
+        for pid in marked | janitor.descendants({*marked, *(pid for pid, _ in self._known)}, tree):
+            start = janitor.started(pid)
+            if start is not None and (pid, start) not in self._known:
+                self._known.add((pid, start))
+                self._tell(f"process {pid} {start}")
+
+    # -- steps
+
+    def _start_janitor(self) -> None:
+        command = [sys.executable, "-I", "-S", str(janitor.__file__)]
+        self._janitor = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _tell(self, line: str) -> None:
+        assert self._janitor is not None and self._janitor.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it was killed: only a kill of this process would miss it
+            self._janitor.stdin.write(line + "\n")
+            self._janitor.stdin.flush()
+
+    def _start_ray(self, folder: str) -> None:
+        import ray
+
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            ray.init(
+                address="local",
+                num_cpus=0,
+                namespace=self.namespace,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                object_store_memory=OBJECT_STORE_NBYTES,
+                _temp_dir=folder,
+            )
+        except BaseException:
+            self._stop_ray()
+            raise
+        finally:
+            if threading.current_thread() is threading.main_thread() and before is not None:
+                signal.signal(signal.SIGTERM, before)  # Ray sets its own, which leaves without cleaning up
+
+    def _stop_ray(self) -> None:
+        """End all actors, Ray itself, and whatever does not end by itself."""
+        import ray
+
+        self.survey(at_once=True)
+        if ray.is_initialized():
+            for actor in ray.util.list_named_actors(all_namespaces=True):
+                with contextlib.suppress(ValueError, ray.exceptions.RayError):  # gone already
+                    handle: Any = ray.get_actor(actor["name"], namespace=actor["namespace"])
+                    ray.kill(handle, no_restart=True)
+            ray.shutdown()
+        deadline_s = time.monotonic() + LEAVE_S
+        while self._alive() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        janitor.end(self._known)
+
+    def _alive(self) -> bool:
+        return any(janitor.started(pid) == start for pid, start in self._known)
+
+    def _tidy(self) -> None:
+        """Remove the session's folder, then tell the janitor that there is nothing to do."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._janitor is not None and self._janitor.stdin is not None:
+            self._tell("done")
+            with contextlib.suppress(BrokenPipeError):
+                self._janitor.stdin.close()
+            self._janitor.wait(timeout=10)
+
+
+def _variables(folder: str) -> dict[str, str]:
+    """What Ray and its workers find in their environment; the folder marks all of them as this session's."""
+    # A token of our own: Ray would make one and leave it in the home directory.
+    return {
+        **_ENVIRONMENT,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "CKPTSTORE_DEMO_SESSION": folder,
+    }
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set these variables, which Ray and its workers inherit, and put back what was there."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """Make SIGTERM an exception, as Ctrl-C is, so that everything is cleaned up on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Cleaning up is bounded: a second Ctrl-C or SIGTERM must not cut it short."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(name, signal.SIG_IGN) for name in names]
+    try:
+        yield
+    finally:
+        for name, handler in zip(names, before, strict=True):
+            signal.signal(name, handler)
