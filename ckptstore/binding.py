@@ -72,17 +72,19 @@ class Binding:
                     f"{spec.dtype}{list(spec.shape)}"
                 )
 
-    def refuse(self) -> None:
-        """Raise one error that lists all that is missing or of another kind, or return."""
-        if not self.missing and not self.mismatched:
+    def refuse(self, *, strict: bool = True) -> None:
+        """Raise one error that lists all that is missing (if strict) or of another kind, or return."""
+        missing = self.missing if strict else []
+        if not missing and not self.mismatched:
             return
-        kind = MissingTensorError if self.missing else LayoutMismatchError
-        texts = [f"{name} is not in the checkpoint" for name in self.missing] + self.mismatched
+        kind = MissingTensorError if missing else LayoutMismatchError
+        texts = [f"{name} is not in the checkpoint" for name in missing] + self.mismatched
         more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+        skip = ", or pass strict=False to skip what is missing" if missing else ""
         raise kind(
-            f"cannot restore {self.role}/{self.rank}: {'; '.join(texts[:SHOWN])}{more}; nothing was changed, compare "
-            f"with `ckptstore show` and restore what was saved, or pass strict=False to skip it",
-            missing=tuple(self.missing),
+            f"cannot restore {self.role}/{self.rank}: {'; '.join(texts[:SHOWN])}{more}; nothing was changed: ask for "
+            f"what was saved, as `ckptstore show` lists it{skip}",
+            missing=tuple(missing),
             mismatched=tuple(self.mismatched),
         )
 
@@ -146,6 +148,10 @@ class Binding:
         name = f"{self.role}/{path}" + (f"#{self.rank}" if in_rank else "")
         for shard in target if isinstance(target, list) else [target]:
             spec, box, data, _ = describe(shard, name, path, self.rank)
+            if _is_read_only(data):
+                self.mismatched.append(
+                    f"{path} cannot be written to, or its elements share memory; give a copy"
+                )
             self.leaves.append(TensorLeaf(spec=spec, box=box, data=data, replicas=None, frozen=False))
         return KEEP
 
@@ -235,6 +241,14 @@ def _setter(container: Any, key: Any, value: Any) -> Callable[[], None]:
         container[key] = value
 
     return change
+
+
+def _is_read_only(data: Any) -> bool:
+    if isinstance(data, np.ndarray):
+        return not data.flags.writeable
+    from ckptstore.interop.torch_tensor import shares_elements
+
+    return shares_elements(data)
 
 
 def _holds_tensors(target: Any) -> bool:

@@ -132,20 +132,13 @@ def fetch_chunks(store: Store, table: ChunkTable, read: Read, chunks: Sequence[B
             buffers.append(np.empty(gap, np.uint8))
         buffers.append(data)
         at += gap + data.nbytes
-    try:
-        store.read_into(read.segment, read.start, buffers)
-    except NotFoundError as error:
-        raise CorruptError(
-            f"segment {read.segment} is named by the index but is not on {store.url}: "
-            f"{table.spec(read.rows[0]).name} cannot be read; use an older checkpoint",
-            segment=read.segment,
-            tensor=table.spec(read.rows[0]).name,
-        ) from error
+    tensor = table.spec(read.rows[0]).name
+    _read_into(store, read.segment, read.start, buffers, tensor)
     for row, data in zip(read.rows, chunks, strict=True):
         wanted = table.digest[row].tobytes()
         if xxhash.xxh3_128_digest(data.data) == wanted:
             continue
-        store.read_into(read.segment, int(table.start[row]), [data])
+        _read_into(store, read.segment, int(table.start[row]), [data], table.spec(row).name)
         if xxhash.xxh3_128_digest(data.data) != wanted:
             raise CorruptError(
                 f"{table.spec(row).name} {table.box(row)} in {read.segment} at byte {int(table.start[row])} has "
@@ -154,6 +147,19 @@ def fetch_chunks(store: Store, table: ChunkTable, read: Read, chunks: Sequence[B
                 segment=read.segment,
                 tensor=table.spec(row).name,
             )
+
+
+def _read_into(store: Store, segment: str, start: int, buffers: Sequence[Bytes], tensor: str) -> None:
+    """Fill the buffers; a segment that is gone or too short is damage, named with the tensor that needs it."""
+    try:
+        store.read_into(segment, start, buffers)
+    except (NotFoundError, CorruptError) as error:
+        how = "is not there" if isinstance(error, NotFoundError) else "was cut"
+        raise CorruptError(
+            f"segment {segment} {how}, so {tensor} cannot be read ({error}): use another copy or an older checkpoint",
+            segment=segment,
+            tensor=tensor,
+        ) from error
 
 
 # -- verification

@@ -71,7 +71,7 @@ def find_ledger(node: Any) -> Ledger | None:
 
 
 def union(nodes: Sequence[Any], *, by_rank: bool = False) -> Any:
-    """One skeleton from several ranks': dicts are joined key by key, everything else is the first one's.
+    """One skeleton from several ranks': dicts are joined key by key, lists place by place, all else is the first's.
 
     With `by_rank` a PerRank node becomes one of a list, an item for each node given.
     """
@@ -84,6 +84,10 @@ def union(nodes: Sequence[Any], *, by_rank: bool = False) -> Any:
             for key, child in node["d"]:
                 children.setdefault(key, []).append(child)
         return {"d": [[key, union(found, by_rank=by_rank)] for key, found in children.items()]}
+    if tag in ("l", "t") and any(has_tensors(node) for node in same):
+        longest = max(len(node[tag]) for node in same)
+        places = [[node[tag][n] for node in same if n < len(node[tag])] for n in range(longest)]
+        return {tag: [union(found, by_rank=by_rank) for found in places]}
     if tag in ("z", "o"):
         return {tag: union([node[tag] for node in same], by_rank=by_rank)}
     if tag == "p" and by_rank:

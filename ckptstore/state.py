@@ -8,11 +8,10 @@ The tags: docs/reference/format-v1.md.
 
 from __future__ import annotations
 
-import base64
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +19,12 @@ import numpy as np
 from ckptstore.errors import InvalidInputError
 from ckptstore.ledger import Ledger
 from ckptstore.tensor import DTYPES, Box, Shape, TensorSpec
+from ckptstore.values import decode_value, encode_value, is_utf8, numpy_dtype
 
 if TYPE_CHECKING:
     import torch
 
-NUMPY_KINDS = "biufc"
-MAX_DEPTH = 200
+MAX_DEPTH = 100  # far below the depth at which Python's own readers of JSON give up
 
 
 @dataclass(slots=True)
@@ -114,23 +113,13 @@ def is_tensor_leaf(value: Any) -> bool:
 
 
 def has_state_dict(value: Any) -> bool:
+    if isinstance(value, type):
+        return False  # a class is no object that holds state
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def join(path: str, key: Any) -> str:
     return f"{path}.{escape(str(key))}" if path else escape(str(key))
-
-
-def numpy_dtype(array: Any, where: str) -> str:
-    """ckptstore's name of a numpy dtype; object arrays, strings and byte-swapped numbers are refused."""
-    dtype = array.dtype
-    if dtype.kind not in NUMPY_KINDS or not dtype.isnative or dtype.name not in DTYPES:
-        raise InvalidInputError(
-            f"{where} is a numpy array of dtype {dtype}, which cannot be stored: convert it to a native number or "
-            f"bool dtype",
-            name=where,
-        )
-    return str(dtype.name)
 
 
 def flatten(state: Any, *, role: str, rank: int) -> FlatState:
@@ -144,13 +133,6 @@ def flatten(state: Any, *, role: str, rank: int) -> FlatState:
         )
     walk = _Flatten(role, rank)
     skeleton = walk.node(state, "", frozen=False, per_rank=False, depth=0)
-    seen: dict[str, str] = {}
-    for leaf, path in zip(walk.leaves, walk.paths, strict=True):
-        if seen.setdefault(leaf.spec.name, path) != path:
-            raise InvalidInputError(
-                f"{seen[leaf.spec.name]} and {path} are both named {leaf.spec.name}: rename a key",
-                name=leaf.spec.name,
-            )
     return FlatState(leaves=tuple(walk.leaves), skeleton=skeleton)
 
 
@@ -158,7 +140,7 @@ class _Flatten:
     def __init__(self, role: str, rank: int) -> None:
         self.role, self.rank = role, rank
         self.leaves: list[TensorLeaf] = []
-        self.paths: list[str] = []
+        self.names: set[str] = set()
 
     def node(self, value: Any, path: str, *, frozen: bool, per_rank: bool, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -212,13 +194,32 @@ class _Flatten:
                 f"{path or 'the state'} has the key {key!r} of type {type(key).__name__}: keys are strings or ints",
                 path=path,
             )
+        if (isinstance(key, int) and key.bit_length() > 63) or (isinstance(key, str) and not is_utf8(key)):
+            raise InvalidInputError(
+                f"{path or 'the state'} has the key {ascii(key) if isinstance(key, str) else hex(key)}, which cannot "
+                f"be a name: keys are text without lone surrogates, or integers of at most 63 bits",
+                path=path,
+            )
         return key
 
     def tensor(self, value: Any, path: str, *, frozen: bool, per_rank: bool) -> Any:
         name = f"{self.role}/{path}" + (f"#{self.rank}" if per_rank else "")
+        if name in self.names:
+            raise InvalidInputError(
+                f"two tensors of the state are both named {path}: keys such as 1 and '1', or 'a.b' beside an 'a' that "
+                f"holds 'b', give one dotted name; rename one of them",
+                path=path,
+            )
+        self.names.add(name)
         shards = value if isinstance(value, list) else [value]
         for shard in shards:
             spec, box, data, replicas = describe(shard, name, path, self.rank)
+            if shard is not shards[0] and spec != self.leaves[-1].spec:
+                raise InvalidInputError(
+                    f"{path} lists shards of {self.leaves[-1].spec.dtype}{list(self.leaves[-1].spec.shape)} and of "
+                    f"{spec.dtype}{list(spec.shape)}: shards of one list are boxes of one tensor",
+                    path=path,
+                )
             if per_rank:
                 if isinstance(shard, Sharded):
                     raise InvalidInputError(
@@ -227,7 +228,6 @@ class _Flatten:
                     )
                 replicas = ()
             self.leaves.append(TensorLeaf(spec=spec, box=box, data=data, replicas=replicas, frozen=frozen))
-            self.paths.append(path)
         return {"N" if isinstance(value, np.ndarray) else "T": name.split("/", 1)[1]}
 
 
@@ -270,7 +270,15 @@ def _describe_sharded(value: Sharded, name: str, path: str) -> tuple[TensorSpec,
             path=path,
         )
     check_dense(value.tensor, path)
-    shape, whole, offset = tuple(value.tensor.shape), tuple(value.global_shape), tuple(value.offset)
+    shape = tuple(value.tensor.shape)
+    try:  # numpy's integers are no JSON
+        whole, offset = tuple(map(index, value.global_shape)), tuple(map(index, value.offset))
+        replicas = tuple(sorted(set(map(index, value.replicas)))) if value.replicas is not None else ()
+    except TypeError as error:
+        raise InvalidInputError(
+            f"{path} is Sharded with a global_shape, offset or replicas that are not sequences of integers ({error})",
+            path=path,
+        ) from error
     fits = len(shape) == len(whole) == len(offset) and all(
         o >= 0 and o + n <= total for o, n, total in zip(offset, shape, whole, strict=True)
     )
@@ -281,37 +289,7 @@ def _describe_sharded(value: Sharded, name: str, path: str) -> tuple[TensorSpec,
             path=path,
         )
     spec = TensorSpec(name=name, dtype=dtype_name(value.tensor.dtype, path), shape=whole)
-    replicas = tuple(sorted(set(value.replicas))) if value.replicas is not None else ()
     return spec, Box(offset=offset, shape=shape), value.tensor, replicas
-
-
-# -- values
-
-
-def encode_value(value: Any, path: str) -> Any:
-    """One leaf that is no tensor, as tagged JSON."""
-    if value is None or (isinstance(value, (bool, str)) and type(value) in (bool, str)):
-        return value
-    if type(value) is int:
-        return value
-    if type(value) is float:
-        return value if math.isfinite(value) else {"f": repr(value)}
-    if type(value) is complex:
-        return {"c": [encode_value(value.real, path), encode_value(value.imag, path)]}
-    if isinstance(value, (bytes, bytearray)):
-        return {"b": base64.b64encode(bytes(value)).decode()}
-    if isinstance(value, np.generic):
-        name = numpy_dtype(value, path)
-        return {"n": [name, base64.b64encode(np.asarray(value).tobytes()).decode()]}
-    raise InvalidInputError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved without running "
-        f"code at load: save its numbers, strings or tensors, or give it state_dict and load_state_dict",
-        path=path,
-    )
-
-
-def is_container(node: Any) -> bool:
-    return isinstance(node, dict) and next(iter(node)) in ("d", "l", "t")
 
 
 def tensor_names(node: Any) -> Iterator[str]:
@@ -350,12 +328,4 @@ def decode(node: Any, tensors: Any) -> Any:
         return PerRank(decode(inner, tensors))
     if tag == "ledger":
         return Ledger.from_json(inner)
-    if tag == "f":
-        return float(inner)
-    if tag == "c":
-        return complex(decode(inner[0], tensors), decode(inner[1], tensors))
-    if tag == "b":
-        return base64.b64decode(inner)
-    if tag == "n":
-        return np.frombuffer(base64.b64decode(inner[1]), np.dtype(inner[0]))[0]
-    raise InvalidInputError(f"skeleton tag {tag!r} is unknown: it was written by a newer ckptstore", tag=tag)
+    return decode_value(tag, inner)

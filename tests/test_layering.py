@@ -37,9 +37,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("store", "store.base", "store.memory", "store.file", "store.local", "store.probe"),
-        *("clock", "state", "binding", "snapshot", "journal"),
+        *("clock", "values", "state", "binding", "snapshot", "journal"),
     ),
-    ("writer", "reader", "commit", "catalog", "recovery.launcher", "recovery.ray", "recovery.detector"),
+    ("writer", "reader", "audit", "commit", "catalog", "recovery.launcher", "recovery.ray", "recovery.detector"),
     (
         "claim",
         "restore",

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptstore.errors import InvalidInputError
 from ckptstore.tensor import DTYPES, Box, Shape
@@ -21,6 +23,7 @@ _NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
@@ -41,18 +44,35 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def check_dense(tensor: torch.Tensor, where: str) -> None:
-    """Refuse what has no plain bytes: meta, sparse and quantized tensors."""
+    """Refuse what has no plain bytes: meta, sparse, quantized, nested and wrapping tensors."""
     reason = (
-        "is on the meta device"
+        "is not initialized yet"
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
+        else "is on the meta device"
         if tensor.is_meta
         else f"has layout {tensor.layout}"
         if tensor.layout != torch.strided
+        else "is nested"
+        if tensor.is_nested
         else "is quantized"
         if tensor.is_quantized
+        else "wraps other tensors"
+        if bool(is_traceable_wrapper_subclass(tensor))
         else None
     )
     if reason is not None:
         raise InvalidInputError(f"{where} {reason} and has no plain bytes: save a dense tensor", name=where)
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Do several elements lie in the same memory (an expanded tensor), so that they cannot be filled?"""
+    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements under an integer dtype where that is possible: some dtypes have no copy of their own."""
+    word = _WORDS.get(tensor.element_size())
+    return tensor if word is None or tensor.is_conj() or tensor.is_neg() else tensor.view(word)
 
 
 def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8] | None:
@@ -85,8 +105,8 @@ def copy_to_bytes(tensor: torch.Tensor, out: npt.NDArray[np.uint8]) -> None:
         np.copyto(out, view)
     elif out.size:
         plain = tensor.detach()
-        target = torch.from_numpy(out).view(plain.dtype).view(plain.shape)
-        target.copy_(plain)
+        words = _as_words(plain)
+        torch.from_numpy(out).view(words.dtype).view(words.shape).copy_(words)
 
 
 def copy_box_from_bytes(
@@ -97,9 +117,9 @@ def copy_box_from_bytes(
     `tensor` holds `box`, `data` holds `source`, both row-major; all three boxes are in the coordinates
     of the global tensor, and `wanted` lies within the other two.
     """
-    chunk = torch.from_numpy(data).view(tensor.dtype).view(source.shape)
     with torch.no_grad():
-        target = tensor.detach()
+        target = _as_words(tensor.detach())
+        chunk = torch.from_numpy(data).view(target.dtype).view(source.shape)
         if wanted.shape:
             target = target[wanted.relative_to(box).slices]
             chunk = chunk[wanted.relative_to(source).slices]
