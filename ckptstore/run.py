@@ -14,19 +14,22 @@ from typing import Any
 
 import numpy as np
 
+from ckptstore.audit import audit_index, audit_segments
 from ckptstore.catalog import Catalog, checkpoint_info, read_part
 from ckptstore.chunktable import ChunkTable, merge_tables
 from ckptstore.clock import Clock
-from ckptstore.errors import CkptStoreError, MissingTensorError, NotFoundError
+from ckptstore.errors import CorruptError, MissingTensorError, NotFoundError, UnsupportedFormatError
 from ckptstore.history import History, SummaryEntry
 from ckptstore.journal import Journal
-from ckptstore.manifest import AttemptId, CheckpointInfo, SegmentRef, journal_key
+from ckptstore.manifest import AttemptId, CheckpointInfo, Part, SegmentRef, journal_key
 from ckptstore.reader import Damage, find_damage, read_leaves
 from ckptstore.skeleton import prune, union
 from ckptstore.state import TensorLeaf, decode
 from ckptstore.store.base import open_store
 from ckptstore.tensor import Box, TensorSpec
 from ckptstore.wire import decode_entry, digest_of, fold_to_json
+
+UNREADABLE = (CorruptError, NotFoundError, UnsupportedFormatError)  # an unavailable store is no damage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,18 +101,24 @@ class Run:
         return dict(value)
 
     def verify(
-        self, step: int | None = None, *, progress: Callable[[int, int], None] = lambda done, total: None
+        self,
+        step: int | None = None,
+        *,
+        full: bool = False,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> VerifyReport:
         """Read the journal and everything that the live checkpoints (or that of `step`) need, and compare all digests.
 
-        `progress(done, total)` counts bytes. Damage is reported by object and tensor, not raised.
+        With `full` also whether the objects fit together: segment headers, indexes against parts, coverage
+        (`audit.py`). `progress(done, total)` counts bytes. Damage is reported by object and tensor, not raised;
+        StoreUnavailableError is raised, since it says nothing about the bytes.
         """
         damage = _verify_journal(self.catalog)
         history = self.catalog.history
         ids = [self.catalog.find(step)] if step is not None else list(history.live())
         tables, segments = list[ChunkTable](), dict[str, SegmentRef]()
         for id in ids:
-            damage += self._verify_parts(id, tables, segments)
+            damage += self._verify_parts(id, tables, segments, full=full)
         table = _distinct(merge_tables(tables))
         total, done = int(table.nbytes.sum()), [0]
 
@@ -118,6 +127,8 @@ class Run:
             progress(done[0], total)
 
         damage += find_damage(self.catalog.store, table, list(segments.values()), progress=count)
+        if full:
+            damage += audit_segments(self.catalog.store, list(segments.values()), table)
         return VerifyReport(
             checkpoints=tuple(checkpoint_info(history, id) for id in ids),
             damage=tuple(damage),
@@ -126,21 +137,23 @@ class Run:
         )
 
     def _verify_parts(
-        self, id: AttemptId, tables: list[ChunkTable], segments: dict[str, SegmentRef]
+        self, id: AttemptId, tables: list[ChunkTable], segments: dict[str, SegmentRef], *, full: bool
     ) -> list[Damage]:
         try:
             index = self.catalog.index(id)
-        except CkptStoreError as error:
+        except UNREADABLE as error:
             key = self.catalog.history.fold.commits[id].index.key
             return [Damage(key=key, tensor=None, problem=f"{id}: {error}")]
         tables.append(index.table)
         segments.update({ref.key: ref for ref in index.segments})
-        damage = []
+        damage, parts = list[Damage](), list[Part]()
         for ref in index.parts:
             try:
-                read_part(self.catalog.store, ref)
-            except CkptStoreError as error:
+                parts.append(read_part(self.catalog.store, ref))
+            except UNREADABLE as error:
                 damage.append(Damage(key=ref.object.key, tensor=None, problem=f"{id}: {error}"))
+        if full and not damage:
+            damage += audit_index(index, parts, self.catalog.history.fold.commits[id].index.key)
         return damage
 
 
@@ -188,8 +201,12 @@ def _verify_journal(catalog: Catalog) -> list[Damage]:
                 damage.append(Damage(key=key, tensor=None, problem="is not the fold of the slots below it"))
             history.apply(entry)
             prev = digest_of(data)
-        except CkptStoreError as error:
+        except UNREADABLE as error:
             return [*damage, Damage(key=key, tensor=None, problem=str(error))]
+    known = max((ref.key for ref in catalog.store.list("journal/")), default="")
+    end = journal_key(catalog.history.slots)  # read after the listing: a running job may have appended
+    if known > end:
+        damage.append(Damage(key=end, tensor=None, problem=f"is missing, although {known} follows it"))
     return damage
 
 

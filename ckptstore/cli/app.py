@@ -1,0 +1,121 @@
+"""The commands and their arguments. What each does lies in a module of its own, imported when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptstore.cli.output import reporting
+
+app = typer.Typer(
+    name="ckptstore",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text: quick to start, and examples keep their lines
+    help=(
+        "Checkpoints of RL post-training runs: list them, look into them, verify them.\n\n"
+        "\b\n"
+        "  ckptstore ls runs/7                 which checkpoints there are\n"
+        "  ckptstore show runs/7               what the newest one holds\n"
+        "  ckptstore verify runs/7             read everything and compare digests\n"
+        "  ckptstore demo --report out.html    an RL loop that is killed and comes back\n\n"
+        "Data goes to stdout, progress to stderr; --json gives the same fields to programs. Exit codes: 0 fine, "
+        "1 a problem was found, 2 usage, 3 the store is unavailable."
+    ),
+)
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="The run: a path or file:///path.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+@app.callback(invoke_without_command=True)
+def _main(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        import ckptstore
+
+        typer.echo(f"ckptstore {ckptstore.__version__}")
+        raise typer.Exit(0)
+
+
+@app.command("ls", short_help="Which checkpoints a run has.")
+@reporting
+def _ls(url: Url, as_json: Json = False) -> int:
+    """List the checkpoints of a run, in the order in which they were committed.
+
+    STATE is ok, abandoned (left behind by a rollback: nothing restores it) or bad (marked after a damaged
+    read). PUB is the number of the weights' publication in force. REUSED bytes were referenced from earlier
+    checkpoints instead of written. Exit code 1: there are checkpoints, and none can be restored.
+
+    \b
+    Examples:
+      ckptstore ls runs/7
+      ckptstore ls runs/7 --json | jq '.checkpoints[] | select(.status == "ok") | .step'
+    """
+    from ckptstore.cli.ls import list_checkpoints
+
+    return list_checkpoints(url, as_json=as_json)
+
+
+@app.command("show", short_help="What one checkpoint holds.")
+@reporting
+def _show(
+    url: Url,
+    step: Annotated[
+        int | None, typer.Option(help="Which checkpoint; the newest good one by default.")
+    ] = None,
+    role: Annotated[str | None, typer.Option(help="Only this role, such as trainer.")] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="List tensors and values with such names; may be repeated."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Show what one checkpoint holds: roles, parts, tensors, values, publication, and how it came to be.
+
+    Tensors are summarised by prefix: a `*` in a name stands for all numbers there, and rows are the largest
+    prefixes. --tensors and --names list them one by one, with the segments (numbered in their own table)
+    that hold their bytes; --names alone leaves out fences and parts. Names are those of `run.read(names=...)`.
+
+    \b
+    Examples:
+      ckptstore show runs/7
+      ckptstore show runs/7 --step 1200 --role trainer --tensors
+      ckptstore show runs/7 --names 'model.layers.0.*' --names 'step'
+      ckptstore show runs/7 --tensors --json | jq '.tensors[] | select(.dtype == "bfloat16") | .name'
+    """
+    from ckptstore.cli.show import show_checkpoint
+
+    return show_checkpoint(url, step=step, role=role, tensors=tensors, names=names or [], as_json=as_json)
+
+
+@app.command("verify", short_help="Read everything, compare every digest.")
+@reporting
+def _verify(
+    url: Url,
+    step: Annotated[int | None, typer.Option(help="Only this checkpoint; all of them by default.")] = None,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Also compare parts with indexes, and every byte of segment headers."),
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Read the journal and everything that the checkpoints need, and compare every digest.
+
+    Damage is named by object and tensor, and the checkpoints that it reaches are listed; the others can be
+    restored. Nothing is written. Exit code 1: damage was found.
+
+    \b
+    Examples:
+      ckptstore verify runs/7
+      ckptstore verify runs/7 --step 1200 --full
+      ckptstore verify runs/7 --json | jq -r '.damage[].key'
+    """
+    from ckptstore.cli.verify import verify_run
+
+    return verify_run(url, step=step, full=full, as_json=as_json)
