@@ -107,7 +107,13 @@ class Checkpointer:
             open_store(self._token.url, storage_options) if isinstance(inc, str) else inc.store
         )
         self._clock = clock if clock is not None else SystemClock()
-        self._journal = Journal(self._store, clock=self._clock, by=str(self._member), run=self._token.run)
+        self._journal = Journal(
+            self._store,
+            clock=self._clock,
+            by=str(self._member),
+            run=self._token.run,
+            known=self._token.slot + 1,
+        )
         self._commit_timeout_s = commit_timeout_s
         self._on_phase = on_phase
         self._owned: Incarnation | None = None
@@ -206,9 +212,9 @@ class Checkpointer:
                 f"step {step} after step {self._last_step}: under one fence steps never decrease; begin anew",
                 step=step,
             )
-        self._claim()
         number = self._counts.get(step, 0)
         self._counts[step] = number + 1  # taken on entry, before anything can fail (protocol R1)
+        self._claim()
         self._settle_previous(self._commit_timeout_s * 2)
         handle = SaveHandle(AttemptId(fence=self._token.fence, step=step, number=number))
         staged = self._contributor.stage(handle.attempt, state, self._baseline)
@@ -238,7 +244,7 @@ class Checkpointer:
                 written=written,
             )
             self._remember(handle.attempt, part)
-            info = checkpoint_info(self._journal.catch_up(), handle.attempt)
+            info = checkpoint_info(self._journal.history, handle.attempt)
         except (
             BaseException
         ) as error:  # whatever it was, it reaches the caller at result(), save() or close()
@@ -288,7 +294,7 @@ class Checkpointer:
                 "restore after a save: restore once, before the first save (begin anew to go back)"
             )
         self._claim()
-        history = self._journal.catch_up(self._token.slot + 1)
+        history = self._journal.catch_up()
         try:
             index, self.last_restore = restore_member(
                 self._store,

@@ -87,6 +87,8 @@ class Committer:
             self._append(attempt, index, ref, parts)
         except (IncompleteSaveError, InconsistentCutError, CorruptError) as error:
             self.abandon(attempt, str(error))
+            if self._is_committed(attempt, self.journal.history):
+                return  # by another holder of the token, who found it whole
             raise
 
     def abandon(self, attempt: AttemptId, reason: str) -> None:
@@ -126,13 +128,12 @@ class Committer:
                 parts[member] = Received(
                     part=part, ref=ObjectRef(key=key, nbytes=len(data), digest=digest_of(data))
                 )
-            if len(parts) == len(self.members):
+            if len(parts) == len(self.members) or self._is_committed(attempt, self.journal.catch_up()):
                 break
             if stop():
                 raise TimeoutError(
                     f"the Checkpointer was closed while step {attempt.step} waited for parts: {attempt} stays open"
                 )
-            self._check_fence(attempt)
         missing = [str(member) for member in self.members if member not in parts]
         if missing:
             raise IncompleteSaveError(
@@ -145,10 +146,13 @@ class Committer:
             )
         return parts
 
-    def _check_fence(self, attempt: AttemptId) -> None:
-        history = self.journal.catch_up()
+    def _is_committed(self, attempt: AttemptId, history: History) -> bool:
+        """Is it in the journal, from whatever committer? FencedError when it is not and never will be."""
+        if history.is_committed(attempt):
+            return True
         if history.fence != self.fence:
             raise fenced(attempt, self.fence, history.fence)
+        return False
 
     def _check(self, attempt: AttemptId, parts: Mapping[Member, Received]) -> Index:
         for member, received in parts.items():
@@ -239,10 +243,10 @@ class Committer:
         }
 
         def decide(history: History) -> CommitEntry | PublishEntry | None:
-            if history.fence != self.fence:
-                raise fenced(attempt, self.fence, history.fence)
             if history.is_committed(attempt):
                 return None
+            if history.fence != self.fence:
+                raise fenced(attempt, self.fence, history.fence)
             if not history.is_open(attempt):
                 reason = history.fold.abandoned.get(attempt, "a later save of this fence is committed")
                 raise IncompleteSaveError(

@@ -34,7 +34,7 @@ from ckptstore.store.base import Store
 from ckptstore.tablefile import decode_part
 from ckptstore.tensor import Shard
 from ckptstore.wire import canonical, load_json
-from ckptstore.writer import Baseline, PartWriter, read_if_there
+from ckptstore.writer import Baseline, PartWriter, create_contended, read_if_there
 
 PLANS_KEPT = 8
 OUTCOME_GRACE_S = 30.0
@@ -132,6 +132,7 @@ class Contributor:
                 phase=phase,
             )
         except CkptStoreError as error:
+            self._plans.clear()
             self._refuse(attempt, error)
             if self.committer is not None:
                 self.committer.abandon(attempt, f"{self.member}: {error}")
@@ -142,8 +143,8 @@ class Contributor:
                 self.committer.run(attempt, timeout_s=timeout_s, stop=stop)
             else:
                 self.await_outcome(attempt, timeout_s + OUTCOME_GRACE_S, stop)
-        except InconsistentCutError:
-            self._plans.clear()  # perhaps the layouts were not the same: exchange them again
+        except (InconsistentCutError, IncompleteSaveError):
+            self._plans.clear()  # perhaps the layouts were not the same: all ranks exchange them again
             raise
         phase("committed")
         return part
@@ -203,11 +204,11 @@ class Contributor:
         """Publish this rank's layout, read the others', make the plan that all of them make."""
         key = layout_key(attempt, self.member)
         data = canonical({"shards": shards_to_json(shards), "run": self.token.run})
-        try:
-            self.store.create(key, data)
-        except (AlreadyExistsError, OutcomeUnknownError):
-            if read_if_there(self.store, key) != data:
-                raise
+        if create_contended(self.store, key, data) != data:
+            raise AlreadyExistsError(
+                f"{key} holds the layout of another life of {self.member}: this process is a duplicate, exit",
+                key=key,
+            )
         found: dict[int, tuple[Shard, ...]] = {self.member.rank: shards}
         for _ in tries(self.journal.clock, deadline_s=timeout_s, first_s=0.002, most_s=0.25):
             for rank in range(self.size):

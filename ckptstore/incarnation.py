@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,7 @@ from ckptstore.errors import (
     NotFoundError,
     OutcomeUnknownError,
     RunInUseError,
+    StoreUnavailableError,
 )
 from ckptstore.history import CHECKPOINT, FenceEntry, History, MarkEntry, Origin, ReleaseEntry
 from ckptstore.journal import Journal, new_id
@@ -48,6 +50,7 @@ from ckptstore.wire import (
 )
 
 BEAT_S = 3.0
+RUN_KEY_S = 10.0  # for a store that loses requests to settle who made the run
 ALIVE_S = 15.0  # protocol R25: a beat that does not move for so long, on our clock, is a dead job's
 
 _PROCESS_JOB = secrets.token_hex(8)  # incarnations of one process are one job
@@ -142,7 +145,8 @@ class Incarnation:
 
     def start_beat(self) -> None:
         """Show newcomers that this job lives, by a counter that moves (protocol R25). Safety never rests on it."""
-        self._write_beat(0)
+        with suppress(StoreUnavailableError, OutcomeUnknownError):  # the fence stands, also without a beat
+            self._write_beat(0)
         self._beat = threading.Thread(target=self._beat_on, name="ckptstore-beat", daemon=True)
         self._beat.start()
 
@@ -268,14 +272,17 @@ def _raise_fence(
     entry = journal.append(decide)
     if entry is None or not isinstance(entry.body, FenceEntry):
         raise InternalError("the journal gave back something other than the fence that was appended")
-    for id in unreadable:
-        _mark_bad(journal, id)
+    with suppress(
+        StoreUnavailableError, OutcomeUnknownError
+    ):  # the fence stands; whoever meets them next says so
+        for id in unreadable:
+            _mark_bad(journal, id)
     return entry.body
 
 
 def _run_of(store: Store, journal: Journal, clock: Clock) -> dict[str, Any]:
     """Read `run.json`, or make it; one of several that try wins, and all read the winner's."""
-    for _ in range(8):
+    for _ in tries(clock, deadline_s=RUN_KEY_S, first_s=0.01):
         try:
             value = decode_run(store.read(RUN_KEY), RUN_KEY)
             store.settle([RUN_KEY])

@@ -34,15 +34,25 @@ def new_id() -> str:
 
 
 class Journal:
-    """One process's view of a run's journal; of any run until `run` is known. Thread-safe."""
+    """One process's view of a run's journal; of any run until `run` is known. Thread-safe.
+
+    `known` is the number of slots that are known to exist (a token names its fence's): see `catch_up`.
+    """
 
     def __init__(
-        self, store: Store, *, clock: Clock | None = None, by: str = "", run: str | None = None
+        self,
+        store: Store,
+        *,
+        clock: Clock | None = None,
+        by: str = "",
+        run: str | None = None,
+        known: int = 0,
     ) -> None:
         self.store = store
         self.clock = clock if clock is not None else SystemClock()
         self.by = by
         self.run = run
+        self._known = known
         self._lock = threading.RLock()
         self._history = History()
         self._prev = ""
@@ -60,6 +70,7 @@ class Journal:
         read (StoreUnavailableError), never the end. A wrong slot, run, digest or link is CorruptError.
         """
         with self._lock:
+            least = max(least, self._known)
             if not self._opened:
                 self._open(least)
             while True:
@@ -76,25 +87,38 @@ class Journal:
         or have landed; the caller must neither delete anything nor call the attempt failed.
         """
         write = new_id()
+        unsure: int | None = None  # the slot at which a request of ours may still land, or has landed unheard
         with self._lock:
             for attempt in range(tries):
-                history = self.catch_up()
-                if write in history.writes:
-                    return self._own(write)
-                slot = history.slots
-                if slot and slot % SUMMARY_EVERY == 0:
-                    summary = SummaryEntry(state=fold_to_json(history.fold))
-                    self._try(self._entry(new_id(), summary))
-                    continue
-                body = decide(history)
-                if body is None:
-                    return None
-                entry = self._entry(write, body)
-                if self._try(entry):
-                    return entry
+                try:
+                    history = self.catch_up()
+                    if write in history.writes:
+                        return self._own(write)
+                    if unsure is not None and history.slots > unsure:
+                        unsure = None  # another won that slot, so ours never will
+                    if history.slots and history.slots % SUMMARY_EVERY == 0:
+                        self._try(self._entry(new_id(), SummaryEntry(state=fold_to_json(history.fold))))
+                        continue
+                    body = decide(history)
+                    if body is None:
+                        return None
+                    entry = self._entry(write, body)
+                    landed = self._try(entry)
+                    if landed:
+                        return entry
+                    if landed is None:
+                        unsure = entry.slot
+                except StoreUnavailableError as error:
+                    if unsure is None:
+                        raise
+                    raise self._unknown(unsure, str(error)) from error
                 self.clock.sleep(min(0.001 * 2 ** min(attempt, 8), 0.25))
-        raise OutcomeUnknownError(
-            f"journal slot {slot} could not be settled in {tries} tries: read the journal before deciding anything",
+        raise self._unknown(self._history.slots, f"{tries} tries")
+
+    @staticmethod
+    def _unknown(slot: int, why: str) -> OutcomeUnknownError:
+        return OutcomeUnknownError(
+            f"journal slot {slot} could not be settled ({why}): read the journal before deciding anything",
             slot=slot,
         )
 
@@ -111,8 +135,8 @@ class Journal:
             body=body,
         )
 
-    def _try(self, entry: Entry) -> bool:
-        """One create, settled by reading the key whenever it is not plain success (protocol R3)."""
+    def _try(self, entry: Entry) -> bool | None:
+        """One create, settled by reading the key whenever it is not plain success; None: unknown (protocol R3)."""
         data, key = encode_entry(entry), journal_key(entry.slot)
         if entry.slot:
             self.store.settle([journal_key(entry.slot - 1)])
@@ -120,20 +144,19 @@ class Journal:
             self.store.create(key, data)
         except (AlreadyExistsError, OutcomeUnknownError):
             try:
-                found = self.store.read(key)
+                if self.store.read(key) != data:
+                    return False  # another's, or an earlier try of ours: the next round reads which
+                self.store.settle([key])
             except (NotFoundError, StoreUnavailableError):
-                return False  # still unknown: the next round reads the slot again before it judges anew
-            self.store.settle([key])
-            if found != data:
-                return False
+                return None
         self._apply(data)
         return True
 
     def _own(self, write: str) -> Entry:
         slot = self._history.writes[write]
-        key = journal_key(slot)
-        self.store.settle([key])
-        return decode_entry(self.store.read(key), key)
+        self.store.settle([journal_key(slot)])
+        data = self._read(slot, known=True)
+        return decode_entry(data or b"", journal_key(slot))
 
     def _apply(self, data: bytes) -> None:
         key = journal_key(self._history.slots)

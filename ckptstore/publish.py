@@ -52,7 +52,11 @@ class Publisher:
             )
         self._store = open_store(self._token.url, storage_options) if isinstance(inc, str) else inc.store
         self._journal = Journal(
-            self._store, clock=clock or SystemClock(), by=str(self._member), run=self._token.run
+            self._store,
+            clock=clock or SystemClock(),
+            by=str(self._member),
+            run=self._token.run,
+            known=self._token.slot + 1,
         )
         self._timeout_s = timeout_s
         members = tuple(Member(role=role, rank=n) for n in range(size))
@@ -142,7 +146,7 @@ class Publisher:
         return history.find_publication(cut[0], cut[1])
 
     def _history(self) -> History:
-        return self._journal.catch_up(self._token.slot + 1)
+        return self._journal.catch_up()
 
     def close(self) -> None:
         """Nothing is in flight between calls; here so that it can be used with `with`."""

@@ -15,7 +15,13 @@ import numpy as np
 import xxhash
 
 from ckptstore.chunktable import ChunkTable, make_table
-from ckptstore.errors import AlreadyExistsError, InternalError, OutcomeUnknownError
+from ckptstore.errors import (
+    AlreadyExistsError,
+    InternalError,
+    NotFoundError,
+    OutcomeUnknownError,
+    StoreUnavailableError,
+)
 from ckptstore.journal import new_id
 from ckptstore.manifest import AttemptId, Member, Part, SegmentRef, part_key, segment_key
 from ckptstore.segment import CHUNKS_MAX, make_header, order
@@ -246,31 +252,42 @@ class PartWriter:
     def _create_part(self, part: Part) -> None:
         key = part_key(part.id, part.member)
         data = encode_part(part)
-        for _ in range(CREATE_TRIES):
+        found = create_contended(self.store, key, data)
+        if found != data:
+            theirs = decode_part(found, key).write
+            raise AlreadyExistsError(
+                f"{key} was written by another life of {part.member} (write {theirs}): this process is "
+                f"a duplicate, exit",
+                key=key,
+            )
+
+
+def create_contended(store: Store, key: str, data: bytes) -> bytes:
+    """Create a key that others may want too, and give what it holds: `data`, or another's (protocol R3).
+
+    Durable on return. OutcomeUnknownError: ours may still land, or has landed unheard.
+    """
+    unsure = False
+    for _ in range(CREATE_TRIES):
+        try:
             try:
-                self.store.create(key, data)
-                return
-            except (AlreadyExistsError, OutcomeUnknownError) as error:
-                found = read_if_there(self.store, key)
-                if found == data:
-                    self.store.settle([key])
-                    return
-                if found is not None:
-                    theirs = decode_part(found, key).write
-                    raise AlreadyExistsError(
-                        f"{key} was written by another life of {part.member} (write {theirs}): this process is "
-                        f"a duplicate, exit",
-                        key=key,
-                    ) from error
-        raise OutcomeUnknownError(
-            f"{key} could not be settled in {CREATE_TRIES} tries: read it back", key=key
-        )
+                store.create(key, data)
+                return data
+            except (AlreadyExistsError, OutcomeUnknownError):
+                unsure = True
+            found = read_if_there(store, key)
+            if found is not None:
+                store.settle([key])
+                return found
+        except StoreUnavailableError as error:
+            if not unsure:
+                raise
+            raise OutcomeUnknownError(f"{key} may have landed ({error}): read it back", key=key) from error
+    raise OutcomeUnknownError(f"{key} could not be settled in {CREATE_TRIES} tries: read it back", key=key)
 
 
 def read_if_there(store: Store, key: str) -> bytes | None:
     """The object's bytes; None when it is absent or cannot be read now."""
-    from ckptstore.errors import NotFoundError, StoreUnavailableError
-
     try:
         return store.read(key)
     except (NotFoundError, StoreUnavailableError):

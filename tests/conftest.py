@@ -10,3 +10,11 @@ pytest.register_assert_rewrite("ckptstore.testing.conformance")
 # The machine is shared and slow at times: examples are bounded by number, never by time.
 settings.register_profile("ckptstore", deadline=None, print_blob=True)
 settings.load_profile("ckptstore")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="play many more seeds of the simulated protocol: minutes, not seconds",
+    )

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from ckptstore.testing.faults import FaultStore as FaultStore
     from ckptstore.testing.faults import SimulatedCrash as SimulatedCrash
     from ckptstore.testing.faults import count_calls as count_calls
+    from ckptstore.testing.simulated import Chances as Chances
+    from ckptstore.testing.simulation import Simulation as Simulation
 
 _HOME: Final = {
+    "Chances": "ckptstore.testing.simulated",
     "FakeClock": "ckptstore.testing.clock",
     "FaultStore": "ckptstore.testing.faults",
     "SimulatedCrash": "ckptstore.testing.faults",
+    "Simulation": "ckptstore.testing.simulation",
     "StoreConformance": "ckptstore.testing.conformance",
     "count_calls": "ckptstore.testing.faults",
 }
