@@ -298,7 +298,9 @@ class _Command:
 
     def _stored_digest(self, url: str, step: int) -> str:
         """Digest of a checkpoint's global tensors, read from the store by a process that has torch."""
-        call = self._launcher.call(Member(role="trainer", rank=0), "stored_digests", url, step)
+        reader = Member(role="trainer", rank=0)
+        self._launcher.ensure([reader], deadline_s=DIGEST_S)  # its process may be another than the last time
+        call = self._launcher.call(reader, "stored_digests", url, step)
         (digests,) = self._launcher.gather([call], deadline_s=DIGEST_S)
         return join_digests([digests])
 

@@ -142,7 +142,7 @@ class Loop:
     def regroup(self, incarnation: Incarnation) -> None:
         """Tell every trainer the new fence, free whoever waits in the old group, let all meet."""
         self._inc, self._life = incarnation, (self._spec.order, incarnation.fence)
-        self._outside.note(Moved(step=self._applied, words="the ranks meet"))
+        self._outside.note(Moved(step=incarnation.step or 0, words="the ranks meet"))
         self._trainers("enter", deadline_s=MEET_S)
         self._trainers("leave", deadline_s=LEAVE_S)
         first = self._spec.trainers[0]
@@ -168,6 +168,7 @@ class Loop:
         self._checkpointer = Checkpointer(incarnation, role=LOOP, rank=0)
         self._handle = None
         self._ledger = Ledger(seed=self._spec.config.seed)
+        self._evaluations, self._rewards = [], []  # of a life that is over; a start restores nothing
         state = self._state(None)
         self._checkpointer.restore(state)
         self._ledger = state["ledger"]

@@ -89,7 +89,8 @@ class RayLauncher:
         return ray.get_actor(actor_name(member), namespace=self.namespace)
 
     def _create(self, member: Member) -> Any:
-        actor: Any = ray.remote(concurrency_groups={CONTROL: CONTROL_THREADS})(self._classes[member.role])
+        declare: Any = ray.remote  # its annotations lack concurrency_groups
+        actor = declare(concurrency_groups={CONTROL: CONTROL_THREADS})(self._classes[member.role])
         options = actor.options(
             name=actor_name(member),
             namespace=self.namespace,
