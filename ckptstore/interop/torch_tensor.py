@@ -66,7 +66,9 @@ def check_dense(tensor: torch.Tensor, where: str) -> None:
 
 def shares_elements(tensor: torch.Tensor) -> bool:
     """Do several elements lie in the same memory (an expanded tensor), so that they cannot be filled?"""
-    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > 0 and any(
+        n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:

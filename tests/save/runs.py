@@ -70,7 +70,8 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     size = plain.element_size()
     if size < 16:  # copying by another type of the same size: some dtypes have no copy of their own
         plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-    return plain.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    flat = torch.empty(plain.numel(), dtype=plain.dtype)
+    return flat.copy_(plain.reshape(-1)).view(torch.uint8).numpy().tobytes()
 
 
 def bits(value: Any) -> Any:
