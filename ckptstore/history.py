@@ -107,7 +107,7 @@ class RetireEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryEntry:
-    """The fold of all slots below, as `History.told()` gives it."""
+    """The fold of all slots below, as `wire.fold_to_json` tells it."""
 
     state: Any
     kind: str = "summary"

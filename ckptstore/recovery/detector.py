@@ -2,7 +2,7 @@
 
 When a rank is killed, its peers' collectives fail within milliseconds, often before the launcher hears
 of the death itself. Blaming the first error would restart the wrong process, so the outcomes of all
-calls are judged together. Pure but for reading exceptions; measured delays: docs/explanation/cuts.md.
+calls are judged together. Pure but for reading exceptions; measured delays: docs/explanation/recovery.md.
 """
 
 from __future__ import annotations

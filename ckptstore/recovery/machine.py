@@ -3,7 +3,7 @@
 fence -> restart -> regroup -> restore -> ledger -> publish -> converge -> admit -> run, always in this
 order; a fresh start takes the same path with the origin `start`. Apart from the coordinator that acts it
 out, so that every pair can be enumerated and every sequence replayed: it sees no clock, store or process.
-Why each row is as it is: protocol, the recovery table; docs/explanation/cuts.md.
+Why each row is as it is: protocol, the recovery table; docs/explanation/recovery.md.
 """
 
 from __future__ import annotations

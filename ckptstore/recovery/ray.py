@@ -2,7 +2,7 @@
 
 Detached, because they must outlive the coordinator that started them; found by name, so that its
 successor adopts them; `max_restarts=0`, because only a coordinator that holds the fence decides who
-lives. Actors need `ping` (answered from a thread of its own: see `CONTROL`). Why each: docs/explanation/cuts.md.
+lives. Actors need `ping` (answered from a thread of its own: see `CONTROL`). Why each: docs/explanation/recovery.md.
 """
 
 from __future__ import annotations

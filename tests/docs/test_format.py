@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -17,6 +18,8 @@ from ckptstore import history, segment, tablefile, wire
 from ckptstore.history import Entry, Fold, Origin
 from ckptstore.ledger import Ledger
 from ckptstore.manifest import AttemptId, ObjectRef, Roster, journal_key
+from ckptstore.plan.load import Read
+from ckptstore.reader import fetch_chunks
 from ckptstore.state import flatten
 from ckptstore.store.memory import MemoryStore
 from ckptstore.tensor import DTYPES, Box, TensorSpec
@@ -240,6 +243,14 @@ def test_bytes_that_are_not_canonical_are_refused_and_unknown_fields_are_not(sto
     with pytest.raises(ckptstore.CorruptError):
         wire.decode_entry(data.replace(b'"slot":1', b'"slot": 1'), "an entry")
     assert wire.decode_entry(damaged(store, {"later": "field"}), "an entry").slot == 1
+
+
+def test_a_codec_of_a_later_version_is_refused(store: MemoryStore) -> None:
+    key = only(store, "index/")
+    table = tablefile.decode_index(store.read(key), key).table
+    read = Read(segment=table.segments[0], start=0, nbytes=1, rows=(0,), pieces=((),))
+    with pytest.raises(ckptstore.UnsupportedFormatError, match="zstd"):
+        fetch_chunks(store, replace(table, codecs=("zstd",)), read, [])
 
 
 def test_a_newer_format_is_refused() -> None:
