@@ -2,7 +2,7 @@
 
 Ray prints on stdout, runs workers at nice 15, kills processes when memory is short, leaves its folder
 behind, and leaves agents when its driver is killed: each is dealt with here. A janitor process cleans up if
-this one is killed. The traps: docs/explanation/cuts.md.
+this one is killed. The traps: docs/explanation/recovery.md.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # one kernel for each row count of an expert else: 0.4 GiB
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+_TOKEN = secrets.token_hex(32)  # one a process: Ray keeps the first it reads
 
 
 class RaySession:
@@ -170,13 +172,10 @@ class RaySession:
 
 def _variables(folder: str) -> dict[str, str]:
     """What Ray and its workers find in their environment; the folder marks all of them as this session's."""
-    # A token of our own: Ray would make one and leave it in the home directory.
-    return {
-        **_ENVIRONMENT,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "CKPTSTORE_DEMO_SESSION": folder,
-    }
+    # A token of our own: Ray would make one and leave it in the home directory. It reads the mode when it is
+    # imported; in a process that has done so it chooses this mode itself, with a warning.
+    mode = {} if "ray" in sys.modules else {"RAY_AUTH_MODE": "token"}
+    return {**_ENVIRONMENT, **mode, "RAY_AUTH_TOKEN": _TOKEN, "CKPTSTORE_DEMO_SESSION": folder}
 
 
 @contextlib.contextmanager

@@ -135,6 +135,7 @@ def test_a_start_takes_the_whole_path_and_releases_the_fence() -> None:
     assert job.log == ["fence 1", *ORDER, "advance", "advance", "advance", "shut"]
     assert launcher.asked[0] == ("start", (*TRAINERS, *ENGINES))
     assert launcher.asked[1] == ("ensure", TRAINERS)
+    assert coordinator.incarnation is not None
     history = ckptstore.open(coordinator.incarnation.url).catalog.history
     assert history.fold.released == {1}
 
