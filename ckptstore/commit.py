@@ -40,6 +40,7 @@ from ckptstore.manifest import (
     part_key,
 )
 from ckptstore.skeleton import find_ledger
+from ckptstore.state import tensor_names
 from ckptstore.store.base import Store
 from ckptstore.tablefile import decode_index, decode_part, encode_index
 from ckptstore.wire import canonical, digest_of
@@ -167,6 +168,7 @@ class Committer:
         except CorruptError as error:
             raise InconsistentCutError(str(error), step=attempt.step) from error
         check_coverage(table)
+        _check_named(attempt, parts, table)
         if attempt.kind == "s":
             self._check_ledgers(attempt, roles)
         segments = {ref.key: ref for received in parts.values() for ref in received.part.segments}
@@ -334,6 +336,21 @@ def content_digest(table: ChunkTable, states: Sequence[object]) -> str:
         hasher.update(np.ascontiguousarray(column).view(np.uint8).data)
     hasher.update(canonical(list(states)))
     return hasher.hexdigest()
+
+
+def _check_named(attempt: AttemptId, parts: Mapping[Member, Received], table: ChunkTable) -> None:
+    """Every tensor that a state names has rows: coverage alone says nothing of a tensor that lost all of them."""
+    stored = {spec.name for spec in table.tensors}
+    for member, received in parts.items():
+        lost = {f"{member.role}/{name}" for name in tensor_names(received.part.state)} - stored
+        if lost:
+            raise InconsistentCutError(
+                f"the state of {member} names {min(lost)}, of which no chunk came with step {attempt.step}: chunks "
+                f"were lost, save again",
+                step=attempt.step,
+                member=str(member),
+                tensor=min(lost),
+            )
 
 
 def _witnesses(parts: Mapping[Member, Received]) -> dict[str, AttemptId]:

@@ -38,6 +38,7 @@ from ckptstore.writer import Baseline, PartWriter, create_contended, read_if_the
 
 PLANS_KEPT = 8
 OUTCOME_GRACE_S = 30.0
+SECOND_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,10 +211,11 @@ class Contributor:
                 key=key,
             )
         found: dict[int, tuple[Shard, ...]] = {self.member.rank: shards}
+        part_seen_s: dict[int, float] = {}
         for _ in tries(self.journal.clock, deadline_s=timeout_s, first_s=0.002, most_s=0.25):
             for rank in range(self.size):
                 if rank not in found:
-                    self._read_layout(attempt, Member(role=self.member.role, rank=rank), found)
+                    self._read_layout(attempt, Member(role=self.member.role, rank=rank), found, part_seen_s)
             if len(found) == self.size or stop():
                 break
             history = self.journal.catch_up()
@@ -231,23 +233,35 @@ class Contributor:
             shards, Layout(role=self.member.role, ranks=tuple(found[r] for r in range(self.size)))
         )
 
-    def _read_layout(self, attempt: AttemptId, member: Member, found: dict[int, tuple[Shard, ...]]) -> None:
+    def _read_layout(
+        self,
+        attempt: AttemptId,
+        member: Member,
+        found: dict[int, tuple[Shard, ...]],
+        part_seen_s: dict[int, float],
+    ) -> None:
         key = layout_key(attempt, member)
         try:
             value = load_json(self.store.read(key), key)
         except NotFoundError:
-            self._check_refusal(attempt, member)
+            self._check_part(attempt, member, part_seen_s)
             return
         if value.get("run") != self.token.run or "shards" not in value:
             raise CorruptError(f"{key} is not a layout of run {self.token.run}: save again", key=key)
         found[member.rank] = shards_from_json(value["shards"])
 
-    def _check_refusal(self, attempt: AttemptId, member: Member) -> None:
-        """A member that already wrote its part publishes no layout: its structure is as before, or it refuses."""
+    def _check_part(self, attempt: AttemptId, member: Member, seen_s: dict[int, float]) -> None:
+        """A member that has a part and no layout publishes none: its structure is as before, or it refuses.
+
+        Its layout may have come between our two looks, so a part is believed only when it is seen again.
+        """
         data = read_if_there(self.store, part_key(attempt, member))
         if data is None:
             return
         reason = decode_part(data, part_key(attempt, member)).refused
+        now_s = self.journal.clock.monotonic()
+        if reason is None and now_s - seen_s.setdefault(member.rank, now_s) < SECOND_LOOK_S:
+            return
         raise InconsistentCutError(
             f"the tensors of {self.member} changed at step {attempt.step} but those of {member} did not"
             + (f" ({member} refuses: {reason})" if reason else "")

@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 
-from ckptstore import catalog, commit, contribution, incarnation, snapshot, writer
+from ckptstore import catalog, commit, contribution, incarnation, journal, snapshot, writer
 from ckptstore.checkpointer import Checkpointer, SaveHandle
 from ckptstore.commit import Committer
 from ckptstore.errors import (
@@ -110,11 +110,11 @@ class Loop:
         self.marker = rng.random() < 0.3
         self.twice = rng.random() < 0.5
         self.double_life = rng.random() < 0.15
+        self.summary_every = rng.choice((256, 3, 5))
         self.publishes = rng.random() < 0.4
         count = begins if begins is not None else rng.choice((1, 2, 2, 3))
-        self.starts = [0.0] + [
-            rng.uniform(0, 3.0) if rng.random() < 0.8 else rng.uniform(0, 0.2) for _ in range(count - 1)
-        ]
+        spread_s = rng.choice((0.02, 0.3, 3.0, 3.0))  # begins that race, or take over in mid-save
+        self.starts = [rng.uniform(0, 0.02), *(rng.uniform(0, spread_s) for _ in range(count - 1))]
 
     def _observe(self, key: str, data: bytes) -> None:
         self.oracle.observe(key, data)
@@ -124,11 +124,12 @@ class Loop:
         try:
             for number, at_s in enumerate(self.starts):
                 self.sim.spawn(f"launcher{number}", self._launcher(number, at_s))
-            self.sim.run()
+            with mock.patch.object(journal, "SUMMARY_EVERY", self.summary_every):
+                self.sim.run()
+                self.oracle.check()
         finally:
             for inc in self.incarnations:
                 inc._stop.set()
-        self.oracle.check()
         return self.oracle
 
     # -- processes
@@ -264,7 +265,7 @@ class Loop:
         """Somebody finds damage in a segment of the newest checkpoint, twice, and says so."""
         sim = self.sim
         sim.clock.sleep(sim.random.uniform(0, 2))
-        journal = Journal(sim.store, clock=sim.clock, by="marker")
+        journal_of_marker = Journal(sim.store, clock=sim.clock, by="marker")
 
         def decide(history: History) -> MarkEntry | None:
             good = history.good()
@@ -274,7 +275,7 @@ class Loop:
             return MarkEntry(kind="bad", id=good[-1], segments=segments, reason="found twice")
 
         with contextlib.suppress(CkptStoreError):
-            journal.append(decide)
+            journal_of_marker.append(decide)
 
 
 def play(seed: int, **options: Any) -> Oracle:

@@ -258,6 +258,7 @@ class Oracle:
     # -- what callers were told
 
     def restored(self, fence: int, member: str, step: int | None, values: dict[str, Any]) -> None:
+        need(fence in self.origins, f"{member} holds fence {fence}, which is not in the journal")
         origin = self.origins[fence]
         if origin["kind"] != "checkpoint":
             need(step is None, f"{member} of fence {fence} restored step {step}; the fence starts fresh")
