@@ -242,6 +242,7 @@ class Loop:
         self._rewards.append(Reward(step=number, mean=reports[0].reward_mean))
         self._applied = number
         self._outside.note(Applied(step=number))
+        self._outside.note(Moved(step=number, words="publish"))
         self._publication = self._publish(number)
         self._rollouts.serve(self._life, self._spec.config.to_json(), self._spec.url, self._publication)
         if number == self._spec.until or is_saved(number, self._spec.config, self._spec.saves):

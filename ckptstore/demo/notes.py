@@ -163,14 +163,17 @@ def _saves(notes: Sequence[Note], began_s: float) -> tuple[Save, ...]:
 
 def _engines(notes: Sequence[Note], began_s: float) -> tuple[EngineReplaced, ...]:
     replaced: list[EngineReplaced] = []
+    known: set[str] = set()  # those that have served in this run: others are only being started
     for note in notes:
         if isinstance(note, EngineLost):
-            if any(engine.engine == note.engine and engine.ready_s is None for engine in replaced):
+            waiting = any(engine.engine == note.engine and engine.ready_s is None for engine in replaced)
+            if waiting or note.engine not in known:
                 continue  # told before: its successor did not come up at once, or the teller changed
             replaced.append(
                 EngineReplaced(at_s=note.at_s - began_s, engine=note.engine, step=note.step, ready_s=None)
             )
         elif isinstance(note, EngineReady):
+            known.add(note.engine)
             for place, engine in enumerate(replaced):
                 if engine.engine == note.engine and engine.ready_s is None:
                     replaced[place] = replace(engine, ready_s=note.at_s - began_s - engine.at_s)
