@@ -23,7 +23,7 @@ from ckptstore.skeleton import tag_of, union
 from ckptstore.state import decode, tensor_names
 from ckptstore.tensor import TensorSpec
 
-PREFIX_ROWS = 40  # of each role: a screen
+PREFIX_ROWS = 60  # of each role: a screen
 
 
 def contents(

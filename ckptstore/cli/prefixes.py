@@ -1,7 +1,7 @@
 """Sum up tens of thousands of tensor names as a short tree of prefixes.
 
-Numbers in names (layers, experts, ranks) become `*`, so what repeats is one row. Then the largest
-prefixes are opened, by bytes, until the tree has as many rows as asked for. Pure.
+Numbers in names (layers, experts, ranks) become `*`, so what repeats is one row. Then prefixes are opened,
+level by level and the largest first, until the tree has as many rows as asked for. Pure.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ def _join_chains(node: Prefix) -> None:
 def _open_largest(root: Prefix, most: int) -> set[int]:
     """Identities of the nodes whose children are shown."""
     opened, rows, order = {id(root)}, len(root.children), count()
-    heap = [(-child.nbytes, next(order), child) for child in root.children.values()]
+    heap = [(0, -child.nbytes, next(order), child) for child in root.children.values()]
     heapq.heapify(heap)
     while heap:
-        _, _, node = heapq.heappop(heap)
+        depth, _, _, node = heapq.heappop(heap)
         if not node.children or rows + len(node.children) > most:
             continue
         opened.add(id(node))
         rows += len(node.children)
         for child in node.children.values():
-            heapq.heappush(heap, (-child.nbytes, next(order), child))
+            heapq.heappush(heap, (depth + 1, -child.nbytes, next(order), child))
     return opened
 
 

@@ -11,6 +11,7 @@ from ckptstore.cli.contents import contents
 from ckptstore.cli.ls import roles_text
 from ckptstore.cli.output import (
     FINE,
+    UNBROKEN,
     Column,
     count_text,
     emit,
@@ -223,7 +224,7 @@ def _prefixes(prefixes: Rows) -> list[str]:
         Column(title="SHAPE"),
         Column(title="DTYPE"),
     )
-    rows, role = [], None
+    rows, role, above = [], None, list[str]()
     for each in prefixes:
         if each["role"] != role:
             role = each["role"]
@@ -237,15 +238,17 @@ def _prefixes(prefixes: Rows) -> list[str]:
                     "",
                 ]
             )
+        del above[each["depth"] :]
         rows.append(
             [
-                "  " * (each["depth"] + 1) + each["name"],
+                "  " * (each["depth"] + 1) + each["name"].removeprefix(above[-1] if above else ""),
                 f"{each['tensors']:,}",
                 size_text(each["nbytes"]),
                 shape_text(each["shape"]),
                 ", ".join(each["dtypes"]),
             ]
         )
+        above.append(each["name"])
     return table_lines(columns, rows, width=_width()) if rows else []
 
 
@@ -275,7 +278,7 @@ def _tensors(tensors: Rows) -> list[str]:
 def _values(values: Rows, *, most: int | None, whole: bool) -> list[str]:
     columns = (Column(title="NAME"), Column(title="KIND"), Column(title="VALUE"))
     rows = [
-        [f"{each['role']}/{each['name']}", each["kind"], _value_text(each["value"], whole=whole)]
+        [f"{each['role']}/{each['name']}", each["kind"], _value_text(each, whole=whole)]
         for each in values[:most]
     ]
     if not rows:
@@ -284,7 +287,10 @@ def _values(values: Rows, *, most: int | None, whole: bool) -> list[str]:
     return [*table_lines(columns, rows, width=_width()), *_more(left, "--names '*'")]
 
 
-def _value_text(value: Any, *, whole: bool) -> str:
+def _value_text(each: Mapping[str, Any], *, whole: bool) -> str:
+    value = each["value"]
+    if each["kind"] == "ledger":
+        return ", ".join(f"{name}{UNBROKEN}{count:,}" for name, count in value.items())
     text = json.dumps(value, ensure_ascii=False)
     if whole or len(text) <= WIDEST_VALUE:
         return text

@@ -174,6 +174,9 @@ def test_verify_finds_every_kind_of_damage(own_run: Path, pattern: str, whole: i
         path.write_bytes(changed)
     ended = run("verify", str(own_run), "--json")
     key = path.relative_to(own_run).as_posix()
+    if key.startswith("journal/") and how == "missing":
+        assert_one_sentence(ended, 3, key)  # slots have no gaps: a read that failed, not an end
+        return
     assert ended.code == 1
     assert key in [d["key"] for d in ended.json["damage"]]
     assert ended.json["newest_whole"] == whole
@@ -191,9 +194,7 @@ def test_full_finds_what_digests_cannot(own_run: Path, monkeypatch: pytest.Monke
     """A writer's bug: an index that lost a row, with every digest right."""
     import numpy as np
 
-    from ckptstore import catalog
-
-    real = catalog.read_index
+    from ckptstore.commit import read_index as real
 
     def lose_a_row(*arguments: object) -> object:
         from dataclasses import replace
@@ -201,7 +202,7 @@ def test_full_finds_what_digests_cannot(own_run: Path, monkeypatch: pytest.Monke
         index = real(*arguments)  # type: ignore[arg-type]
         return replace(index, table=index.table.take(np.arange(len(index.table) - 1)))
 
-    monkeypatch.setattr(catalog, "read_index", lose_a_row)
+    monkeypatch.setattr("ckptstore.run.read_index", lose_a_row)
     assert run("verify", str(own_run), "--step", "5").code == 0
     ended = run("verify", str(own_run), "--step", "5", "--full", "--json")
     problems = " ".join(d["problem"] for d in ended.json["damage"])
