@@ -33,7 +33,6 @@ SHOWN_ONLY = (
 # Why a console block is not run: `<!-- transcript: reason -->` on the line before it.
 TRANSCRIPTS = {
     "tools": "installs an environment and runs for minutes; the commands themselves are what CI runs",
-    "demo": "starts a Ray cluster and kills its processes; tests/demo runs it",
     "install": "needs a package index",
 }
 COMMAND = str(Path(sys.executable).with_name("ckptstore"))
@@ -171,6 +170,11 @@ def test_a_broken_block_is_found(text: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     with pytest.raises((AssertionError, ckptstore.InvalidInputError, ZeroDivisionError)):
         run_page(tmp_path / "planted.md", text)
+
+
+def test_every_reason_not_to_run_a_block_is_needed() -> None:
+    used = {block.transcript for page in PAGES for block in blocks(page)} - {None}
+    assert used == set(TRANSCRIPTS)
 
 
 def test_output_is_compared_up_to_what_may_differ() -> None:
