@@ -25,6 +25,7 @@ from ckptstore.errors import (
     IncompleteSaveError,
     InconsistentCutError,
     NotFoundError,
+    StoreUnavailableError,
 )
 from ckptstore.history import AbandonEntry, CommitEntry, History, PublishEntry
 from ckptstore.journal import Journal, new_id
@@ -91,6 +92,17 @@ class Committer:
             if self._is_committed(attempt, self.journal.history):
                 return  # by another holder of the token, who found it whole
             raise
+        except StoreUnavailableError as error:
+            # Nothing that names the attempt has landed, and this committer will not try again.
+            self.try_to_abandon(attempt, str(error), error)
+            raise
+
+    def try_to_abandon(self, attempt: AttemptId, reason: str, error: Exception) -> None:
+        """As `abandon`, for a failure that is to be raised: that this fails too (a full disk) is only noted on it."""
+        try:
+            self.abandon(attempt, reason)
+        except CkptStoreError as second:
+            error.add_note(f"and the attempt {attempt} could not be abandoned in the journal: {second}")
 
     def abandon(self, attempt: AttemptId, reason: str) -> None:
         """Record that the attempt will never be committed; nothing when it already is, or another fence rules."""

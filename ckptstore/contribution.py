@@ -132,11 +132,11 @@ class Contributor:
                 baseline=staged.baseline,
                 phase=phase,
             )
-        except CkptStoreError as error:
+        except Exception as error:  # whatever it was, the others must not wait for a part that will not come
             self._plans.clear()
             self._refuse(attempt, error)
             if self.committer is not None:
-                self.committer.abandon(attempt, f"{self.member}: {error}")
+                self.committer.try_to_abandon(attempt, f"{self.member}: {error}", error)
             raise
         written()
         try:
@@ -150,7 +150,7 @@ class Contributor:
         phase("committed")
         return part
 
-    def _refuse(self, attempt: AttemptId, error: CkptStoreError) -> None:
+    def _refuse(self, attempt: AttemptId, error: Exception) -> None:
         """Tell the others that no part will come; best effort, since the store may be what failed."""
         if isinstance(error, (FencedError, AlreadyExistsError, OutcomeUnknownError)):
             return  # another life's part stands there, or ours may: its key is not ours to take

@@ -67,14 +67,19 @@ class Journal:
         """Read to the end and return the fold.
 
         `least` is the number of slots that are known to exist: one of them that is not found is a failed
-        read (StoreUnavailableError), never the end. A wrong slot, run, digest or link is CorruptError.
+        read (StoreUnavailableError), never the end, and so is one whose successor is there (looked for at the
+        first call). A wrong slot, run, digest or link is CorruptError.
         """
         with self._lock:
             least = max(least, self._known)
-            if not self._opened:
+            first = not self._opened
+            if first:
                 self._open(least)
             while True:
-                data = self._read(self._history.slots, known=self._history.slots < least)
+                slot = self._history.slots
+                data = self._read(slot, known=slot < least)
+                if data is None and first and self._exists(slot + 1):
+                    data = self._read(slot, known=True)  # no slot is left out: just made, or lost
                 if data is None:
                     return self._history
                 self._apply(data)

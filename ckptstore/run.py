@@ -15,19 +15,20 @@ from typing import Any
 import numpy as np
 
 from ckptstore.audit import audit_index, audit_segments
-from ckptstore.catalog import Catalog, checkpoint_info, read_part
+from ckptstore.catalog import RUN_KEY, Catalog, checkpoint_info, read_part
 from ckptstore.chunktable import ChunkTable, merge_tables
 from ckptstore.clock import Clock
+from ckptstore.commit import read_index
 from ckptstore.errors import CorruptError, MissingTensorError, NotFoundError, UnsupportedFormatError
-from ckptstore.history import History, SummaryEntry
+from ckptstore.history import FenceEntry, History, PublishEntry, SummaryEntry
 from ckptstore.journal import Journal
-from ckptstore.manifest import AttemptId, CheckpointInfo, Part, SegmentRef, journal_key
+from ckptstore.manifest import AttemptId, CheckpointInfo, ObjectRef, Part, SegmentRef, journal_key
 from ckptstore.reader import Damage, find_damage, read_leaves
 from ckptstore.skeleton import prune, union
 from ckptstore.state import TensorLeaf, decode
-from ckptstore.store.base import open_store
+from ckptstore.store.base import Store, open_store
 from ckptstore.tensor import Box, TensorSpec
-from ckptstore.wire import decode_entry, digest_of, fold_to_json
+from ckptstore.wire import canonical, decode_entry, decode_run, digest_of, fold_to_json
 
 UNREADABLE = (CorruptError, NotFoundError, UnsupportedFormatError)  # an unavailable store is no damage
 
@@ -109,6 +110,8 @@ class Run:
     ) -> VerifyReport:
         """Read the journal and everything that the live checkpoints (or that of `step`) need, and compare all digests.
 
+        That includes the publications that their cuts name and, without `step`, the one that is served now.
+
         With `full` also whether the objects fit together: segment headers, indexes against parts, coverage
         (`audit.py`). `progress(done, total)` counts bytes. Damage is reported by object and tensor, not raised;
         StoreUnavailableError is raised, since it says nothing about the bytes.
@@ -117,8 +120,10 @@ class Run:
         history = self.catalog.history
         ids = [self.catalog.find(step)] if step is not None else list(history.live())
         tables, segments = list[ChunkTable](), dict[str, SegmentRef]()
-        for id in ids:
-            damage += self._verify_parts(id, tables, segments, full=full)
+        indexes = {str(id): history.fold.commits[id].index for id in ids}
+        indexes |= {str(p.id): p.index for p in _publications(history, ids, served=step is None)}
+        for name, ref in indexes.items():
+            damage += self._verify_index(name, ref, tables, segments, full=full)
         table = _distinct(merge_tables(tables))
         total, done = int(table.nbytes.sum()), [0]
 
@@ -136,14 +141,19 @@ class Run:
             chunks=len(table),
         )
 
-    def _verify_parts(
-        self, id: AttemptId, tables: list[ChunkTable], segments: dict[str, SegmentRef], *, full: bool
+    def _verify_index(
+        self,
+        name: str,
+        at: ObjectRef,
+        tables: list[ChunkTable],
+        segments: dict[str, SegmentRef],
+        *,
+        full: bool,
     ) -> list[Damage]:
         try:
-            index = self.catalog.index(id)
+            index = read_index(self.catalog.store, at)
         except UNREADABLE as error:
-            key = self.catalog.history.fold.commits[id].index.key
-            return [Damage(key=key, tensor=None, problem=f"{id}: {error}")]
+            return [Damage(key=at.key, tensor=None, problem=f"{name}: {error}")]
         tables.append(index.table)
         segments.update({ref.key: ref for ref in index.segments})
         damage, parts = list[Damage](), list[Part]()
@@ -151,10 +161,18 @@ class Run:
             try:
                 parts.append(read_part(self.catalog.store, ref))
             except UNREADABLE as error:
-                damage.append(Damage(key=ref.object.key, tensor=None, problem=f"{id}: {error}"))
+                damage.append(Damage(key=ref.object.key, tensor=None, problem=f"{name}: {error}"))
         if full and not damage:
-            damage += audit_index(index, parts, self.catalog.history.fold.commits[id].index.key)
+            damage += audit_index(index, parts, at.key)
         return damage
+
+
+def _publications(history: History, ids: Sequence[AttemptId], *, served: bool) -> list[PublishEntry]:
+    """The publications that the cuts of these checkpoints name, and the one that is served."""
+    cuts = {history.fold.commits[id].publication for id in ids}
+    found = [p for p in history.fold.publications if (p.number, p.digest) in cuts]
+    now = history.served()
+    return [*found, now] if served and now is not None else found
 
 
 def _allocate(spec: TensorSpec, numpy: bool, wanted: dict[str, TensorLeaf]) -> Any:
@@ -186,10 +204,26 @@ def _distinct(table: ChunkTable) -> ChunkTable:
     return table.take(np.sort(first))
 
 
+def _verify_run(store: Store) -> list[Damage]:
+    """`run.json` carries no digest, so it is compared with what slot 0 holds of it."""
+    try:
+        data = store.read(RUN_KEY)
+        value = decode_run(data, RUN_KEY)
+        key = journal_key(0)
+        entry = decode_entry(store.read(key), key)
+    except UNREADABLE as error:
+        return [Damage(key=RUN_KEY, tensor=None, problem=str(error))]
+    founding = entry.body.founding if isinstance(entry.body, FenceEntry) else None
+    written = {**(founding or {}), "run": entry.run, "write": value.get("write")}
+    if canonical(written) != data:
+        return [Damage(key=RUN_KEY, tensor=None, problem=f"is not what {key} holds of it")]
+    return []
+
+
 def _verify_journal(catalog: Catalog) -> list[Damage]:
     """Replay every slot from the first one, and compare each summary with the fold of the slots below it."""
     journal = Journal(catalog.store, clock=catalog.journal.clock, by="verify")
-    history, damage, prev = History(), list[Damage](), ""
+    history, damage, prev = History(), _verify_run(catalog.store), ""
     for slot in range(catalog.history.slots):
         key = journal_key(slot)
         try:

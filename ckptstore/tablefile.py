@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from ckptstore.chunktable import DIGEST_NBYTES, RAW, ChunkTable, compact_table
-from ckptstore.errors import CkptStoreError, CorruptError
+from ckptstore.errors import CorruptError, UnsupportedFormatError
 from ckptstore.manifest import FORMAT, AttemptId, Index, Member, Part, PartRef, SegmentRef
 from ckptstore.tensor import TensorSpec, itemsize
 from ckptstore.wire import canonical, check_format, digest_of, load_json, ref_from_json, ref_to_json
@@ -215,7 +215,7 @@ def _decode(data: bytes, what: str, kind: str) -> tuple[dict[str, Any], ChunkTab
         if meta.get("kind") != kind:
             raise CorruptError(f"{what} is a {meta.get('kind')!r}, not a {kind}: it is misplaced", what=what)
         table = _table(file.read())
-    except CkptStoreError:
+    except (CorruptError, UnsupportedFormatError):
         raise
     except Exception as error:  # pyarrow raises many kinds on damaged bytes; all of them mean the same here
         raise CorruptError(f"{what} is not a readable table ({error}): it is damaged", what=what) from error
