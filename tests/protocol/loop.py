@@ -25,11 +25,13 @@ from ckptstore.errors import (
     FencedError,
     InternalError,
     NotFoundError,
+    OutcomeUnknownError,
+    StoreUnavailableError,
 )
 from ckptstore.history import History, MarkEntry
 from ckptstore.incarnation import Incarnation, Token, begin
 from ckptstore.journal import Journal
-from ckptstore.manifest import AttemptId, Index, Part
+from ckptstore.manifest import AttemptId, Index, Part, part_key
 from ckptstore.publish import Publisher
 from ckptstore.state import Frozen, PerRank
 from ckptstore.testing.simulated import Chances
@@ -100,6 +102,8 @@ class Loop:
         rng = random.Random(seed ^ 0x5EED)
         rough = rng.random()
         self.chances = chances if chances is not None else (Chances(stale=0.05) if rough < 0.2 else ROUGH)
+        if chances is None and 0.2 <= rough < 0.35:
+            self.chances = replace(ROUGH, unavailable=0.01)
         if chances is None and rough > 0.6:
             self.chances = replace(ROUGH, die=0.0)
         self.sim = Simulation(seed=seed, chances=self.chances, observe=self._observe)
@@ -173,6 +177,8 @@ class Loop:
             state = state_of(role, rank)
             try:
                 step = ck.restore(state)
+            except (StoreUnavailableError, OutcomeUnknownError):
+                return  # this rank ends, and the others wait for it in vain
             except (AlreadyExistsError, NotFoundError) as error:
                 need(
                     late or self.double_life or not isinstance(error, AlreadyExistsError),
@@ -231,6 +237,8 @@ class Loop:
         except (CkptStoreError, TimeoutError) as error:
             need(not isinstance(error, (CorruptError, InternalError)), f"result of {attempt}: {error!r}")
             outcome = error
+        if self.sim.store.peek(part_key(attempt, ck._member)) is None:
+            self.oracle.given_up.add(attempt)
         self.oracle.saves.append((attempt, outcome))
         return outcome
 

@@ -60,6 +60,7 @@ class Oracle:
     indexes: dict[AttemptId, Index] = field(default_factory=dict)
     abandoned: set[AttemptId] = field(default_factory=set)
     refused: set[AttemptId] = field(default_factory=set)
+    given_up: set[AttemptId] = field(default_factory=set)
     bad: set[AttemptId] = field(default_factory=set)
     rotten: set[str] = field(default_factory=set)
     publications: list[tuple[int, int, str, str]] = field(default_factory=list)
@@ -297,7 +298,8 @@ class Oracle:
         elif isinstance(outcome, (IncompleteSaveError, InconsistentCutError)):
             newer = max((c for c in self.commits if c.fence == id.fence), default=id)
             void = id in self.abandoned or self.fence > id.fence or (id.kind == "s" and newer > id)
-            void = void or id in self.refused  # a member's part says that it will never contribute
+            # or a member's part says that it never will contribute, or it gave up before it sent one
+            void = void or id in self.refused or id in self.given_up
             need(not done and void, f"a caller was told {outcome!r} of {id}: {done=} {void=}")
         else:
             need(isinstance(outcome, (CkptStoreError, TimeoutError)), f"a caller of {id} got {outcome!r}")
