@@ -83,6 +83,9 @@ class Contributor:
         self.writer = PartWriter(store=store, run=token.run, member=member)
         self._arena = StagingArena()
         self._plans: dict[bytes, Agreed] = {}
+        self._former: dict[
+            bytes, Agreed
+        ] = {}  # plans of failed saves, used again only if another rank still does
 
     # -- on the caller's thread
 
@@ -133,7 +136,7 @@ class Contributor:
                 phase=phase,
             )
         except Exception as error:  # whatever it was, the others must not wait for a part that will not come
-            self._plans.clear()
+            self._distrust_plans()
             self._refuse(attempt, error)
             if self.committer is not None:
                 self.committer.try_to_abandon(attempt, f"{self.member}: {error}", error)
@@ -144,11 +147,18 @@ class Contributor:
                 self.committer.run(attempt, timeout_s=timeout_s, stop=stop)
             else:
                 self.await_outcome(attempt, timeout_s + OUTCOME_GRACE_S, stop)
-        except (InconsistentCutError, IncompleteSaveError):
-            self._plans.clear()  # perhaps the layouts were not the same: all ranks exchange them again
+        except CkptStoreError:
+            self._distrust_plans()  # perhaps the layouts were not the same: all ranks exchange them again
             raise
         phase("committed")
         return part
+
+    def _distrust_plans(self) -> None:
+        """Exchange layouts again, unless another rank turns out to have kept the same plan (it saw no failure)."""
+        if len(self._former) >= PLANS_KEPT:
+            self._former.clear()
+        self._former.update(self._plans)
+        self._plans.clear()
 
     def _refuse(self, attempt: AttemptId, error: Exception) -> None:
         """Tell the others that no part will come; best effort, since the store may be what failed."""
@@ -212,10 +222,14 @@ class Contributor:
             )
         found: dict[int, tuple[Shard, ...]] = {self.member.rank: shards}
         part_seen_s: dict[int, float] = {}
+        former = self._former.get(_structure(shards))
         for _ in tries(self.journal.clock, deadline_s=timeout_s, first_s=0.002, most_s=0.25):
             for rank in range(self.size):
                 if rank not in found:
-                    self._read_layout(attempt, Member(role=self.member.role, rank=rank), found, part_seen_s)
+                    other = Member(role=self.member.role, rank=rank)
+                    if self._read_layout(attempt, other, found, part_seen_s, former) and former is not None:
+                        self._plans[_structure(shards)] = former
+                        return former
             if len(found) == self.size or stop():
                 break
             history = self.journal.catch_up()
@@ -239,29 +253,37 @@ class Contributor:
         member: Member,
         found: dict[int, tuple[Shard, ...]],
         part_seen_s: dict[int, float],
-    ) -> None:
+        former: Agreed | None,
+    ) -> bool:
+        """Note the member's layout if it is there. Has it written its part by the `former` plan instead?"""
         key = layout_key(attempt, member)
         try:
             value = load_json(self.store.read(key), key)
         except NotFoundError:
-            self._check_part(attempt, member, part_seen_s)
-            return
+            return self._check_part(attempt, member, part_seen_s, former)
         if value.get("run") != self.token.run or "shards" not in value:
             raise CorruptError(f"{key} is not a layout of run {self.token.run}: save again", key=key)
         found[member.rank] = shards_from_json(value["shards"])
+        return False
 
-    def _check_part(self, attempt: AttemptId, member: Member, seen_s: dict[int, float]) -> None:
+    def _check_part(
+        self, attempt: AttemptId, member: Member, seen_s: dict[int, float], former: Agreed | None
+    ) -> bool:
         """A member that has a part and no layout publishes none: its structure is as before, or it refuses.
 
+        True if its part is of the `former` plan, whose layouts are then still those of all ranks.
         Its layout may have come between our two looks, so a part is believed only when it is seen again.
         """
         data = read_if_there(self.store, part_key(attempt, member))
         if data is None:
-            return
-        reason = decode_part(data, part_key(attempt, member)).refused
+            return False
+        part = decode_part(data, part_key(attempt, member))
+        reason = part.refused
+        if former is not None and reason is None and part.layout == former.layout:
+            return True
         now_s = self.journal.clock.monotonic()
         if reason is None and now_s - seen_s.setdefault(member.rank, now_s) < SECOND_LOOK_S:
-            return
+            return False
         raise InconsistentCutError(
             f"the tensors of {self.member} changed at step {attempt.step} but those of {member} did not"
             + (f" ({member} refuses: {reason})" if reason else "")

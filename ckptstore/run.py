@@ -13,10 +13,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptstore.audit import audit_index, audit_segments
 from ckptstore.catalog import RUN_KEY, Catalog, checkpoint_info, read_part
-from ckptstore.chunktable import ChunkTable, merge_tables
+from ckptstore.chunktable import ChunkTable
 from ckptstore.clock import Clock
 from ckptstore.commit import read_index
 from ckptstore.errors import CorruptError, MissingTensorError, NotFoundError, UnsupportedFormatError
@@ -124,21 +125,23 @@ class Run:
         indexes |= {str(p.id): p.index for p in _publications(history, ids, served=step is None)}
         for name, ref in indexes.items():
             damage += self._verify_index(name, ref, tables, segments, full=full)
-        table = _distinct(merge_tables(tables))
-        total, done = int(table.nbytes.sum()), [0]
+        tables = _distinct(tables)
+        total, done = sum(int(table.nbytes.sum()) for table in tables), [0]
 
         def count(nbytes: int) -> None:
             done[0] += nbytes
             progress(done[0], total)
 
-        damage += find_damage(self.catalog.store, table, list(segments.values()), progress=count)
-        if full:
-            damage += audit_segments(self.catalog.store, list(segments.values()), table)
+        for table in tables:  # one by one: a tensor may have another shape in another checkpoint
+            own = [segments.pop(key) for key in table.segments if key in segments]
+            damage += find_damage(self.catalog.store, table, own, progress=count)
+            if full:
+                damage += audit_segments(self.catalog.store, own, table)
         return VerifyReport(
             checkpoints=tuple(checkpoint_info(history, id) for id in ids),
             damage=tuple(damage),
             nbytes=total,
-            chunks=len(table),
+            chunks=sum(map(len, tables)),
         )
 
     def _verify_index(
@@ -193,15 +196,21 @@ def _allocate(spec: TensorSpec, numpy: bool, wanted: dict[str, TensorLeaf]) -> A
     return data
 
 
-def _distinct(table: ChunkTable) -> ChunkTable:
-    """Each stored chunk once, however many checkpoints share it."""
-    if not len(table):
-        return table
-    places = np.stack(
-        [table.segment.astype(np.int64), table.start, table.nbytes, table.tensor.astype(np.int64)], axis=1
-    )
-    _, first = np.unique(places, axis=0, return_index=True)
-    return table.take(np.sort(first))
+def _distinct(tables: Sequence[ChunkTable]) -> list[ChunkTable]:
+    """The same tables with each stored chunk once, in the first that has it, however many share it."""
+    seen: dict[str, npt.NDArray[np.int64]] = {}
+    found = []
+    for table in tables:
+        order = np.argsort(table.segment, kind="stable")
+        bounds = np.searchsorted(table.segment[order], np.arange(len(table.segments) + 1))
+        new = np.ones(len(table), np.bool_)
+        for n, key in enumerate(table.segments):
+            rows = order[bounds[n] : bounds[n + 1]]
+            known = seen.get(key, np.zeros(0, np.int64))
+            new[rows] = ~np.isin(table.start[rows], known)
+            seen[key] = np.union1d(known, table.start[rows])
+        found.append(table.take(np.flatnonzero(new)))
+    return found
 
 
 def _verify_run(store: Store) -> list[Damage]:

@@ -330,3 +330,19 @@ def test_a_whole_run_of_a_newer_format_is_refused_at_read(monkeypatch: pytest.Mo
     assert not run.verify().ok
     with pytest.raises(CkptStoreError):
         ckptstore.begin(url, {"trainer": 1})
+
+
+def test_a_tensor_of_another_shape_in_each_checkpoint_is_verified_in_each() -> None:
+    url = new_url()
+    with ckptstore.begin(url, {"trainer": 1}) as inc:
+        members = [Checkpointer(inc, role="trainer", rank=0)]
+        for step in (1, 2, 3):
+            save_all(members, step, [{"w": torch.ones(step), "still": torch.ones(3)}])
+    run = ckptstore.open(url)
+    report = run.verify(full=True)
+    assert report.ok and report.chunks == 4 and report.nbytes == 4 * (1 + 2 + 3 + 3)
+    store = store_of(url)
+    (segment,) = [info.key for info in store.list("data/f0001/s00000002")]
+    store.replace(segment, store.read(segment)[:-1] + b"\1")
+    (damage,) = run.verify().damage
+    assert (damage.key, damage.tensor) == (segment, "trainer/w")
