@@ -7,6 +7,7 @@ command share one Ray session, and the members are reset in place between them. 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +23,15 @@ from ckptstore.agreement import account
 from ckptstore.demo.config import DemoConfig
 from ckptstore.demo.kills import Kill, parse_kills
 from ckptstore.demo.notes import Ended as LoopEnded
-from ckptstore.demo.notes import Moved, Note, Noticed, Restored, read_story
+from ckptstore.demo.notes import Moved, Note, Noticed, Restored, read_story, with_commits
 from ckptstore.demo.records import Evaluation, join_digests
 from ckptstore.demo.result import Account, DemoOutcome, Progress, Resize, Reward, RunResult
 from ckptstore.demo.result import Kill as KillResult
+from ckptstore.demo.session import RaySession
 from ckptstore.errors import InternalError, InvalidInputError, NoRecoveryPointError, NotFoundError
 from ckptstore.ledger import Ledger
 from ckptstore.manifest import Member
+from ckptstore.recovery.coordinator import Ended
 from ckptstore.run import Run
 from ckptstore.run import open as open_run
 
@@ -68,6 +71,8 @@ class DemoOptions:
         kills = parse_kills(kill, config, saves=saves) if kill is not None else ()
         if url is not None:
             _check_url(url)
+            if kills:
+                _check_url(_beside(url))
         return cls(config=config, url=url, keep=keep, kills=kills, resizes=resizes)
 
 
@@ -108,6 +113,11 @@ def _check_url(url: str) -> None:
     )
 
 
+def _beside(url: str) -> str:
+    """Where the undisturbed run goes that the killed one is compared with."""
+    return f"{url.rstrip('/')}-undisturbed"
+
+
 def run_demo(options: DemoOptions, progress: Progress | None = None) -> DemoOutcome:
     """Do all runs of the command and compare them.
 
@@ -115,20 +125,27 @@ def run_demo(options: DemoOptions, progress: Progress | None = None) -> DemoOutc
     `url`, or in the temporary folder when `keep` is set. NoRecoveryPointError: the loop halted, the message
     tells why. While this runs, stdout belongs to nobody and SIGTERM raises SystemExit.
     """
-    from ckptstore.demo.session import RaySession
-
     began_s = time.monotonic()
-    folder = tempfile.mkdtemp(prefix="ckptstore-demo-") if options.url is None else None
-    url = options.url if options.url is not None else os.path.join(folder or "", "run")
-    try:
-        with RaySession() as session:
-            if folder is not None and not options.keep:
-                session.own_folder(folder)
-            outcome = _Command(options, url, session, progress or (lambda step, steps, words: None)).run()
-    finally:
-        if folder is not None and not options.keep:
-            shutil.rmtree(folder, ignore_errors=True)
+    with RaySession() as session, _store(options, session) as url:
+        outcome = _Command(options, url, session, progress or (lambda step, steps, words: None)).run()
     return replace(outcome, wall_s=time.monotonic() - began_s)
+
+
+@contextlib.contextmanager
+def _store(options: DemoOptions, session: RaySession) -> Iterator[str]:
+    """The run's URL; a temporary folder is removed, unless it is to be kept."""
+    if options.url is not None:
+        yield options.url
+        return
+    folder = os.path.join(tempfile.gettempdir(), f"ckptstore-demo-{secrets.token_hex(4)}")
+    if not options.keep:
+        session.own_folder(folder)
+    os.mkdir(folder, mode=0o700)
+    try:
+        yield os.path.join(folder, "run")
+    finally:
+        if not options.keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +160,7 @@ class Stretch:
 class _Command:
     """All runs of one command, within its session."""
 
-    def __init__(self, options: DemoOptions, url: str, session: Any, progress: Progress) -> None:
+    def __init__(self, options: DemoOptions, url: str, session: RaySession, progress: Progress) -> None:
         import ray
 
         from ckptstore.demo.chaos import Chaos
@@ -169,7 +186,7 @@ class _Command:
             parts = [*self._stretches()] if options.resizes else whole
             label = "resized" if options.resizes else "undisturbed"
             return DemoOutcome(run=self._run(label, self._url, parts))
-        other = f"{self._url.rstrip('/')}-undisturbed"
+        other = _beside(self._url)
         undisturbed = self._run("undisturbed", other, whole)
         killed = self._run("killed", self._url, whole, options.kills)
         resized = None
@@ -236,9 +253,8 @@ class _Command:
         for _ in range(COORDINATOR_LIVES + len(kills)):
             actor: Any = ray.remote(CoordinatorMember)
             coordinator = actor.options(num_cpus=0, max_restarts=0).remote(self._chaos)
-            try:
-                ended = self._wait(coordinator.run.remote(spec, self._session.namespace, reason), label, seen)
-            except ray.exceptions.RayActorError:
+            ended = self._wait(coordinator.run.remote(spec, self._session.namespace, reason), label, seen)
+            if ended is None:
                 self._note(Noticed(who=("coordinator",)))
                 reason = "the coordinator died"
                 if self._has_begun(seen):
@@ -258,8 +274,11 @@ class _Command:
 
         return any(isinstance(note, Fenced) for note in seen)
 
-    def _wait(self, reference: Any, label: str, seen: list[Note]) -> Any:
+    def _wait(self, reference: Any, label: str, seen: list[Note]) -> Ended | None:
+        """How a coordinator's work ended; None if it died."""
         import ray
+
+        from ckptstore.recovery.detector import is_death
 
         while True:
             done, _ = ray.wait([reference], timeout=POLL_S)
@@ -267,9 +286,14 @@ class _Command:
             self._session.survey()
             if done:
                 try:
-                    return ray.get(reference)
+                    ended: Ended = ray.get(reference)
+                    return ended
                 except ray.exceptions.RayTaskError as error:
                     raise error.cause if isinstance(error.cause, BaseException) else error from None
+                except ray.exceptions.RayError as error:
+                    if not is_death(error):
+                        raise
+                    return None
 
     def _listen(self, label: str, seen: list[Note]) -> None:
         """Fetch new notes and show where the loop is."""
@@ -340,7 +364,7 @@ class _Command:
             wall_s=wall_s,
             rewards=tuple(Reward(**record) for record in json.loads(loop["rewards"])),
             evaluations=tuple(Evaluation(**record) for record in json.loads(loop["evaluations"])),
-            saves=story.saves,
+            saves=with_commits(story.saves, run.checkpoints()),
             kills=tuple(_fired(kill, shots) for kill in kills),
             recoveries=story.recoveries,
             engines_replaced=story.engines_replaced,

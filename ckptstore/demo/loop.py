@@ -7,6 +7,7 @@ the trainers. It sees neither torch nor Ray, so it is replaced within a moment a
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from ckptstore.demo.notes import Applied, Committed, Ended, Fenced, Moved, Notic
 from ckptstore.demo.records import Evaluation, Group, join_digests
 from ckptstore.demo.result import Reward
 from ckptstore.demo.rollouts import Rollouts
-from ckptstore.errors import InternalError
+from ckptstore.errors import CkptStoreError, InternalError
 from ckptstore.incarnation import Incarnation
 from ckptstore.ledger import Ledger
 from ckptstore.manifest import Member, PublicationId
@@ -34,7 +35,7 @@ from ckptstore.recovery.launcher import Launcher
 from ckptstore.recovery.machine import Action, Event
 
 TRAINER, LOOP, ROLLOUT = "trainer", "loop", "rollout"
-MEET_S, LEAVE_S, RESTORE_S, STEP_S, COMMIT_S = 30.0, 60.0, 300.0, 120.0, 180.0
+MEET_S, LEAVE_S, RESTORE_S, STEP_S, COMMIT_S = 60.0, 120.0, 600.0, 180.0, 180.0
 """Bounds on calls of all trainers; a death ends the waiting within milliseconds."""
 _PHASES = {
     machine.RestartMembers: "spawn",
@@ -165,6 +166,9 @@ class Loop:
                 f"trainers restored steps {steps} where the origin is step {incarnation.step}; please report it",
                 steps=steps,
             )
+        if self._checkpointer is not None:
+            with contextlib.suppress(CkptStoreError, TimeoutError):  # of a save that is void by now
+                self._checkpointer.close(timeout_s=0)
         self._checkpointer = Checkpointer(incarnation, role=LOOP, rank=0)
         self._handle = None
         self._ledger = Ledger(seed=self._spec.config.seed)
@@ -290,6 +294,8 @@ class Loop:
 
     def _finish(self) -> None:
         self._settle()
+        if self._checkpointer is not None:
+            self._checkpointer.close(COMMIT_S)
         digest = join_digests(self._trainers("digests", deadline_s=STEP_S))
         self._outside.note(Ended(step=self._applied, digest=digest))
 

@@ -7,6 +7,7 @@ are in the constructors: the coordinator's process must never pay for torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from ckptstore.demo.config import DemoConfig
 from ckptstore.demo.kills import GENERATE, SAVE, UPDATE
 from ckptstore.demo.loop import Loop, LoopSpec
 from ckptstore.demo.records import Group, StepReport
-from ckptstore.errors import FencedError, InvalidInputError
+from ckptstore.errors import CkptStoreError, FencedError, InvalidInputError
 from ckptstore.manifest import PublicationId
 from ckptstore.recovery.coordinator import Coordinator, Ended
 from ckptstore.recovery.detector import peers_blamed
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from ckptstore.demo.trainer import Trainer
 
 COMMIT_S = 60.0  # for the parts of other members; a dead one is found long before
-GROUP_S = 30.0  # a collective with a frozen peer; a dead one ends it within milliseconds
-RENDEZVOUS_S = 10.0
+GROUP_S = 60.0  # a collective with a frozen peer; a dead one ends it within milliseconds
+RENDEZVOUS_S = 20.0
 HOST = "127.0.0.1"
 
 Life = tuple[int, int]
@@ -86,6 +87,9 @@ class TrainerMember(DemoMember):
         import torch.distributed as dist
 
         self._check(life)
+        if self.checkpointer is not None:
+            with contextlib.suppress(CkptStoreError, TimeoutError):  # of a save that is void by now
+                self.checkpointer.close(timeout_s=0)
         self.checkpointer = self.publisher = self.handle = self.rendezvous = None
         if dist.is_initialized():
             dist.destroy_process_group()

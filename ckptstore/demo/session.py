@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -59,15 +58,17 @@ class RaySession:
             stack.callback(self._tidy)
             self._start_janitor()
             # Short, because the path of a socket has at most 107 bytes.
-            self._folder = tempfile.mkdtemp(prefix="ck-", dir="/tmp")
-            self._tell(f"session {self._folder}")
+            folder = f"/tmp/ck-{secrets.token_hex(4)}"
+            self._tell(f"session {folder}")
+            self._folder = folder
+            os.mkdir(folder, mode=0o700)
             # Ray prints on stdout, from a thread, whatever it is told: stdout is for results, and deaths are
             # planned here.
-            talk = stack.enter_context(open(os.path.join(self._folder, "ray.out"), "w", encoding="utf-8"))
+            talk = stack.enter_context(open(os.path.join(folder, "ray.out"), "w", encoding="utf-8"))
             stack.enter_context(contextlib.redirect_stdout(talk))
-            stack.enter_context(_environment(_variables(self._folder)))
+            stack.enter_context(_environment(_variables(folder)))
             stack.enter_context(_signals())
-            self._start_ray(self._folder)
+            self._start_ray(folder)
             stack.callback(self._stop_ray)
             self.survey(at_once=True)
             self._stack = stack.pop_all()
@@ -80,7 +81,7 @@ class RaySession:
             self._stack.close()
 
     def own_folder(self, path: str) -> None:
-        """The janitor removes this folder too, if the command is killed."""
+        """The janitor removes this folder too, if the command is killed: say so before it is made."""
         self._tell(f"folder {path}")
 
     def survey(self, *, at_once: bool = False) -> None:

@@ -142,7 +142,7 @@ class Coordinator:
                         self._watch.happened(event)
                     self.state, actions = machine.step(self.state, event, self._mission.limits)
             self._next(actions)
-        except BaseException:
+        except Exception:
             self._halt("an error that no recovery mends")
             raise
         return self._ended
