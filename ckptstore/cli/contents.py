@@ -168,7 +168,7 @@ def _prefixes(role: str, specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name.partition("#")[0], pattern) for pattern in patterns)
+    return "*" in patterns or any(fnmatchcase(name.partition("#")[0], pattern) for pattern in patterns)
 
 
 # -- values

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,12 +16,12 @@ from typing import Any
 
 from ckptstore.tensor import Shape, TensorSpec
 
-_RANK = re.compile(r"#\d+")
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)|(?<=#)\d+")
 
 
 def pattern_of(name: str) -> str:
     """The name with `*` in place of each number between dots, and of the rank of per-rank tensors."""
-    return ".".join("*" if part.isdigit() else _RANK.sub("#*", part) for part in name.split("."))
+    return _NUMBER.sub("*", name)
 
 
 @dataclass(slots=True)
@@ -34,9 +35,9 @@ class Prefix:
     shapes: set[Shape] = field(default_factory=set)
     children: dict[str, Prefix] = field(default_factory=dict)
 
-    def add(self, spec: TensorSpec) -> None:
-        self.tensors += 1
-        self.nbytes += spec.nbytes
+    def add(self, spec: TensorSpec, count: int) -> None:
+        self.tensors += count
+        self.nbytes += spec.nbytes * count
         self.dtypes.add(spec.dtype)
         self.shapes.add(spec.shape)
 
@@ -47,8 +48,9 @@ def prefix_rows(tensors: Iterable[tuple[str, TensorSpec]], *, most: int) -> list
     `name` is the whole prefix, ending in a dot when more follows; `shape` is None where several occur.
     """
     root = Prefix("")
-    for name, spec in tensors:
-        _insert(root, pattern_of(name), spec)
+    equal = Counter((pattern_of(name), spec.dtype, spec.shape) for name, spec in tensors)
+    for (pattern, dtype, shape), number in equal.items():
+        _insert(root, pattern, TensorSpec(name=pattern, dtype=dtype, shape=shape), number)
     for child in root.children.values():
         _join_chains(child)
     opened = _open_largest(root, most)
@@ -57,15 +59,15 @@ def prefix_rows(tensors: Iterable[tuple[str, TensorSpec]], *, most: int) -> list
     return rows
 
 
-def _insert(root: Prefix, pattern: str, spec: TensorSpec) -> None:
+def _insert(root: Prefix, pattern: str, spec: TensorSpec, number: int) -> None:
     at, path = root, ""
     parts = pattern.split(".")
-    for number, part in enumerate(parts):
+    for place, part in enumerate(parts):
         # a tensor may be named as others' prefix is: with the dot the two are different children
-        key = part if number == len(parts) - 1 else f"{part}."
+        key = part if place == len(parts) - 1 else f"{part}."
         path += key
         at = at.children.setdefault(key, Prefix(path))
-        at.add(spec)
+        at.add(spec, number)
 
 
 def _join_chains(node: Prefix) -> None:

@@ -22,7 +22,7 @@ from ckptstore.demo.chart import (
     ticks,
 )
 from ckptstore.demo.result import PHASES, DemoOutcome, Recovery, RunResult, Save
-from ckptstore.demo.verdict import median_ms, ms_text, s_text
+from ckptstore.demo.verdict import cause_text, median_ms, ms_text, s_text
 
 PLOT = 170
 ROW, ROW_MANY = 22, 16  # px of a recovery, and of one among many
@@ -108,10 +108,10 @@ def _frame(
 
 
 def _round_steps(saves: Sequence[Save], *, most: int) -> list[tuple[int, Save]]:
-    """The first save of each round step: those that get a label."""
+    """Those that get a label: all, or of many the first of each round step."""
+    if len(saves) <= most:
+        return list(enumerate(saves))
     first = {save.step: (number, save) for number, save in reversed(list(enumerate(saves)))}
-    if len(first) <= most:
-        return sorted(first.values(), key=lambda each: each[0])
     wanted = inner_ticks(0, max(first), most, whole=True)
     return sorted((first[int(tick)] for tick in wanted if int(tick) in first), key=lambda each: each[0])
 
@@ -175,7 +175,7 @@ def _row(each: Recovery, name: str, frame: Frame, top: float, row: float) -> lis
 
 
 def _name(each: Recovery, most: int) -> str:
-    text = f"{each.fence} · {', '.join(each.died) or each.reason}"
+    text = f"{each.fence} · {cause_text(each)}"
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

@@ -31,7 +31,7 @@ from ckptstore.demo.chart import (
     title,
 )
 from ckptstore.demo.result import DemoOutcome, Kill, Recovery, RunResult
-from ckptstore.demo.verdict import kill_kind, kill_step, s_text
+from ckptstore.demo.verdict import cause_text, kill_kind, kill_step, s_text
 
 KINDS = ("trainer", "rollout", "coordinator")
 LANE = 13  # px of a row of kill marks
@@ -153,7 +153,7 @@ class _Curves:
         frame, found = self.frame, []
         for each in recoveries:
             start, stop = frame.x(each.restored), frame.x(max(each.reached, each.restored))
-            hover = f"fence {each.fence}: {', '.join(each.died) or each.reason}; back from step {each.reached} to "
+            hover = f"fence {each.fence}: {cause_text(each)}; back from step {each.reached} to "
             found.append(
                 bar(
                     start,
@@ -295,7 +295,7 @@ def _strips(
     for recovery in run.recoveries:
         began_s = recovery.at_s - recovery.detect_s
         start, stop = x(began_s), x(began_s + recovery.total_s)
-        hover = f"fence {recovery.fence}, {', '.join(recovery.died) or recovery.reason}: back at step "
+        hover = f"fence {recovery.fence}, {cause_text(recovery)}: back at step "
         hover += f"{recovery.restored} after {s_text(recovery.total_s)}"
         found.append(bar(start, top, max(stop - start, 1), bottom - top, "band", hover=hover))
         found.append(bar(start, strips + 3, max(stop - start, 2), LINE - 6, "phase1", hover=hover))
@@ -305,7 +305,7 @@ def _strips(
         end = (
             f"ready after {s_text(engine.ready_s)}" if engine.ready_s is not None else "not ready at the end"
         )
-        hover = f"{engine.engine} replaced at step {engine.step}, {end}"
+        hover = f"{engine.engine.replace('/', ':')} replaced at step {engine.step}, {end}"
         found.append(bar(start, strips + LINE + 3, max(stop - start, 2), LINE - 6, "rollout", hover=hover))
     for save in run.saves:
         hover = (

@@ -9,8 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ckptstore.demo.result import EngineReplaced, Recovery, Save
+
+if TYPE_CHECKING:  # numpy would cost the processes that only take notes
+    from ckptstore.manifest import CheckpointInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +163,19 @@ def _saves(notes: Sequence[Note], began_s: float) -> tuple[Save, ...]:
                 nbytes_reused=note.nbytes_reused,
             )
     return tuple(saves.values())
+
+
+def with_commits(saves: Sequence[Save], infos: Sequence[CheckpointInfo]) -> tuple[Save, ...]:
+    """The saves as the store knows them: a commit whose teller died before it told of it is a commit."""
+    known = {(info.fence, info.step): info for info in infos}
+    return tuple(
+        save
+        if (info := known.get((save.fence, save.step))) is None
+        else replace(
+            save, committed=True, nbytes_written=info.nbytes_written, nbytes_reused=info.nbytes_reused
+        )
+        for save in saves
+    )
 
 
 def _engines(notes: Sequence[Note], began_s: float) -> tuple[EngineReplaced, ...]:

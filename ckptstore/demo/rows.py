@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckptstore.demo.result import PHASES, DemoOutcome, RunResult
-from ckptstore.demo.verdict import median_ms, ms_text, s_text, size_text
+from ckptstore.demo.verdict import cause_text, median_ms, ms_text, s_text, size_text
 
 RUNS = "Runs"
 DIGEST = 12  # characters of a digest that a person compares
@@ -33,7 +33,7 @@ def tables(outcome: DemoOutcome) -> list[Table]:
             rows=tuple(
                 (
                     str(each.fence),
-                    ", ".join(each.died) or each.reason,
+                    cause_text(each),
                     f"{each.reached} → {each.restored}",
                     *(f"{getattr(each, f'{phase}_s'):.2f}" for phase in PHASES),
                     f"{each.total_s:.2f}",
@@ -45,7 +45,11 @@ def tables(outcome: DemoOutcome) -> list[Table]:
             name="Engines replaced",
             heads=("engine", "at step", "ready after"),
             rows=tuple(
-                (each.engine, str(each.step), "-" if each.ready_s is None else s_text(each.ready_s))
+                (
+                    each.engine.replace("/", ":"),
+                    str(each.step),
+                    "-" if each.ready_s is None else s_text(each.ready_s),
+                )
                 for each in run.engines_replaced
             ),
         ),

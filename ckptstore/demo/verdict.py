@@ -71,6 +71,11 @@ def kill_kind(at: str) -> str:
     return at.partition("@")[0].partition(":")[0]
 
 
+def cause_text(recovery: Recovery) -> str:
+    """Who died, written as kills are (`trainer:1`), or why else there is a new fence."""
+    return ", ".join(who.replace("/", ":") for who in recovery.died) or recovery.reason
+
+
 def layout_text(run: RunResult) -> str:
     """`2 trainers, 2 engines`, with the resizes that followed."""
     text = f"{count_text(run.trainers, 'trainer')}, {count_text(run.rollouts, 'engine')}"

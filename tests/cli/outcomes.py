@@ -139,7 +139,10 @@ class _Story:
         if who.startswith("rollout"):
             self.engines.append(
                 EngineReplaced(
-                    at_s=self.at_s + 0.05, engine=who, step=self.step + 1, ready_s=self.source.uniform(3, 5)
+                    at_s=self.at_s + 0.05,
+                    engine=who.replace(":", "/"),
+                    step=self.step + 1,
+                    ready_s=self.source.uniform(3, 5),
                 )
             )
             return
@@ -153,7 +156,7 @@ class _Story:
             at_s=self.at_s + 0.03,
             fence=self.fence,
             reason=f"{who} died",
-            died=(who,),
+            died=(who.replace(":", "/"),),
             reached=self.step,
             restored=restored,
             detect_s=0.03,

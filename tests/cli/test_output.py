@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.cli.output import Column, size_text, table_lines
+from ckptstore.cli.output import Column, progress_bar, size_text, table_lines
 from ckptstore.cli.prefixes import pattern_of, prefix_rows
 from ckptstore.tensor import TensorSpec
 
@@ -70,3 +73,19 @@ def test_prefixes_count_every_tensor_once(numels: dict[str, int], most: int) -> 
 def test_numbers_and_ranks_become_stars() -> None:
     assert pattern_of("model.layers.12.experts.3.w1") == "model.layers.*.experts.*.w1"
     assert pattern_of("rng.state#12") == "rng.state#*"
+
+
+def test_a_bar_is_for_terminals_and_for_what_takes_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(after_s: float) -> str:
+        with progress_bar("reading", after_s=after_s) as update:
+            update(1024, 4096, "half way")
+        return capsys.readouterr().err
+
+    assert work(0) == "", "stderr is no terminal here"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert work(60) == "", "too quick to show"
+    shown = work(0)
+    assert "reading" in shown and "1.00 KiB of 4.00 KiB" in shown and "half way" in shown
+    assert capsys.readouterr().out == ""

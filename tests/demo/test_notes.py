@@ -19,7 +19,9 @@ from ckptstore.demo.notes import (
     Shot,
     Took,
     read_story,
+    with_commits,
 )
+from ckptstore.manifest import AttemptId, CheckpointInfo
 
 STORY: list[Note] = [
     Fenced(at_s=1.0, fence=1, reason="the loop begins"),
@@ -90,3 +92,22 @@ def test_a_recovery_that_was_cut_short_redoes_nothing_by_itself() -> None:
     assert [recovery.fence for recovery in story.recoveries] == [2, 3]
     assert story.recoveries[0].restore_s == 0.0
     assert story.steps_redone == 2
+
+
+def test_a_commit_whose_teller_died_is_a_commit() -> None:
+    saves = read_story([note for note in STORY if not isinstance(note, Committed)], 1.0).saves
+    assert [save.committed for save in saves] == [False, False]
+    info = CheckpointInfo(
+        id=AttemptId(fence=1, step=2),
+        step=2,
+        fence=1,
+        slot=3,
+        committed_at="2026-05-04T10:22:31Z",
+        nbytes=120,
+        nbytes_written=100,
+        nbytes_reused=20,
+        roles={"trainer": 2},
+        publication=None,
+        status="abandoned",
+    )
+    assert with_commits(saves, [info]) == read_story(STORY, 1.0).saves
