@@ -204,7 +204,7 @@ class Checkpointer:
 
         One save may be in flight: a second waits for it and raises its failure first. Every member of the
         roster must save the same steps in the same order. InvalidInputError (the state's path is named)
-        changes nothing.
+        changes nothing but that this attempt is given up, for the other members too.
         """
         self._check_open()
         if step < 0 or (self._last_step is not None and step < self._last_step):
@@ -217,8 +217,13 @@ class Checkpointer:
         self._claim()
         self._settle_previous(self._commit_timeout_s * 2)
         handle = SaveHandle(AttemptId(fence=self._token.fence, step=step, number=number))
-        staged = self._contributor.stage(handle.attempt, state, self._baseline)
         self._last_step = step
+        try:
+            staged = self._contributor.stage(handle.attempt, state, self._baseline)
+        except Exception as error:
+            if len(self._token.roster.members) > 1:
+                self._contributor.give_up(handle.attempt, error)  # or the others would wait for this part
+            raise
         self._handle = handle
         # A daemon thread, one at a time: a process that crashes without closing must not wait for other ranks.
         threading.Thread(
@@ -245,9 +250,8 @@ class Checkpointer:
             )
             self._remember(handle.attempt, part)
             info = checkpoint_info(self._journal.history, handle.attempt)
-        except (
-            BaseException
-        ) as error:  # whatever it was, it reaches the caller at result(), save() or close()
+        except BaseException as error:
+            # Whatever it was, it reaches the caller at result(), save() or close().
             if isinstance(error, InconsistentCutError):
                 self._baseline = None  # perhaps nothing vouches for it any more: the next save writes in full
             handle._done.set_exception(error)

@@ -11,12 +11,12 @@ import os
 import socket
 
 from ckptstore.clock import Clock
-from ckptstore.errors import AlreadyExistsError, OutcomeUnknownError
+from ckptstore.errors import AlreadyExistsError
 from ckptstore.journal import new_id
 from ckptstore.manifest import Member
 from ckptstore.store.base import Store
 from ckptstore.wire import canonical, load_json
-from ckptstore.writer import read_if_there
+from ckptstore.writer import create_contended
 
 LIVES_MAX = 1000
 
@@ -36,10 +36,11 @@ def claim(store: Store, clock: Clock, fence: int, member: Member, *, single: boo
         data = canonical(
             {"write": write, "host": socket.gethostname(), "pid": os.getpid(), "at": clock.now()}
         )
-        if _create(store, key, data):
+        held = create_contended(store, key, data)
+        if held == data:
             return life
         if single:
-            found = load_json(store.read(key), key)
+            found = load_json(held, key)
             raise AlreadyExistsError(
                 f"{member} already lives under fence {fence}, claimed at {found.get('at')} by pid "
                 f"{found.get('pid')} on {found.get('host')}: a rank that starts again needs a new fence, so call "
@@ -50,17 +51,3 @@ def claim(store: Store, clock: Clock, fence: int, member: Member, *, single: boo
     raise AlreadyExistsError(
         f"{member} has had {LIVES_MAX} lives under fence {fence}: begin anew", member=str(member)
     )
-
-
-def _create(store: Store, key: str, data: bytes) -> bool:
-    """Did our claim land? A lost reply is settled by reading the key back."""
-    for _ in range(8):
-        try:
-            store.create(key, data)
-            return True
-        except (AlreadyExistsError, OutcomeUnknownError):
-            found = read_if_there(store, key)
-            if found is not None:
-                store.settle([key])
-                return found == data
-    raise OutcomeUnknownError(f"{key} could not be settled: read it back before this member goes on", key=key)

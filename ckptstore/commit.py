@@ -21,7 +21,6 @@ from ckptstore.cut import check_coverage, check_part, check_role
 from ckptstore.errors import (
     CkptStoreError,
     CorruptError,
-    FencedError,
     IncompleteSaveError,
     InconsistentCutError,
     NotFoundError,
@@ -40,6 +39,7 @@ from ckptstore.manifest import (
     index_key,
     part_key,
 )
+from ckptstore.outcome import abandon_reason, fenced, refused
 from ckptstore.skeleton import find_ledger
 from ckptstore.state import tensor_names
 from ckptstore.store.base import Store
@@ -88,13 +88,15 @@ class Committer:
             ref = self._write_index(index)
             self._append(attempt, index, ref, parts)
         except (IncompleteSaveError, InconsistentCutError, CorruptError) as error:
-            self.abandon(attempt, str(error))
+            self.abandon(attempt, abandon_reason(error))
             if self._is_committed(attempt, self.journal.history):
                 return  # by another holder of the token, who found it whole
+            if isinstance(error, CorruptError):
+                raise InconsistentCutError(str(error), step=attempt.step, **error.values) from error
             raise
         except StoreUnavailableError as error:
             # Nothing that names the attempt has landed, and this committer will not try again.
-            self.try_to_abandon(attempt, str(error), error)
+            self.try_to_abandon(attempt, abandon_reason(error), error)
             raise
 
     def try_to_abandon(self, attempt: AttemptId, reason: str, error: Exception) -> None:
@@ -131,13 +133,7 @@ class Committer:
                     continue
                 part = decode_part(data, key)
                 if part.refused is not None:
-                    raise IncompleteSaveError(
-                        f"save of step {attempt.step} failed on {member}: {part.refused}; the attempt {attempt} was "
-                        f"abandoned and the checkpoint before it stands",
-                        step=attempt.step,
-                        missing=(str(member),),
-                        reason=part.refused,
-                    )
+                    raise refused(attempt, member, part.refused)
                 parts[member] = Received(
                     part=part, ref=ObjectRef(key=key, nbytes=len(data), digest=digest_of(data))
                 )
@@ -307,19 +303,6 @@ class Committer:
             return frozenset(ref.key for ref in read_index(self.store, commit.index).segments)
         except CkptStoreError:
             return frozenset()
-
-
-# -- outcomes
-
-
-def fenced(attempt: AttemptId, held: int, current: int) -> FencedError:
-    return FencedError(
-        f"cannot commit step {attempt.step}: this process holds fence {held} but the run is at fence {current}; "
-        f"exit without retrying, the job that raised it will resume",
-        step=attempt.step,
-        held=held,
-        current=current,
-    )
 
 
 def read_index(store: Store, ref: ObjectRef) -> Index:

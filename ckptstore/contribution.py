@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.clock import tries
-from ckptstore.commit import Committer, fenced
+from ckptstore.commit import Committer
 from ckptstore.errors import (
     AlreadyExistsError,
     CkptStoreError,
@@ -27,6 +27,7 @@ from ckptstore.incarnation import Token
 from ckptstore.journal import Journal
 from ckptstore.layout import Layout, shards_from_json, shards_to_json
 from ckptstore.manifest import AttemptId, Member, Part, layout_key, part_key
+from ckptstore.outcome import abandon_reason, abandoned, fenced, refused
 from ckptstore.plan.save import PlannedChunk, plan_save
 from ckptstore.snapshot import StagedChunk, StagingArena, stage, whole_leaves
 from ckptstore.state import FlatState, TensorLeaf, flatten
@@ -137,9 +138,7 @@ class Contributor:
             )
         except Exception as error:  # whatever it was, the others must not wait for a part that will not come
             self._distrust_plans()
-            self._refuse(attempt, error)
-            if self.committer is not None:
-                self.committer.try_to_abandon(attempt, f"{self.member}: {error}", error)
+            self.give_up(attempt, error)
             raise
         written()
         try:
@@ -160,8 +159,15 @@ class Contributor:
         self._former.update(self._plans)
         self._plans.clear()
 
-    def _refuse(self, attempt: AttemptId, error: Exception) -> None:
+    def give_up(self, attempt: AttemptId, error: Exception) -> None:
         """Tell the others that no part will come; best effort, since the store may be what failed."""
+        self._refuse(attempt, error)
+        if self.committer is not None:
+            told = error if isinstance(error, CkptStoreError) else CkptStoreError(repr(error))
+            self.committer.try_to_abandon(attempt, abandon_reason(told, f"{self.member}: "), error)
+
+    def _refuse(self, attempt: AttemptId, error: Exception) -> None:
+        """A part that says why there is none (protocol R12)."""
         if isinstance(error, (FencedError, AlreadyExistsError, OutcomeUnknownError)):
             return  # another life's part stands there, or ours may: its key is not ours to take
         try:
@@ -179,13 +185,7 @@ class Contributor:
                 raise fenced(attempt, attempt.fence, history.fence)
             reason = history.fold.abandoned.get(attempt)
             if reason is not None:
-                kind = IncompleteSaveError if "lacks the parts" in reason else InconsistentCutError
-                raise kind(
-                    f"the attempt {attempt} was abandoned: {reason}",
-                    step=attempt.step,
-                    missing=(),
-                    reason=reason,
-                )
+                raise abandoned(attempt, reason)
             if not history.is_open(attempt):
                 raise IncompleteSaveError(
                     f"save of step {attempt.step} was overtaken: a later save is committed and {attempt} is not",
@@ -278,16 +278,16 @@ class Contributor:
         if data is None:
             return False
         part = decode_part(data, part_key(attempt, member))
-        reason = part.refused
-        if former is not None and reason is None and part.layout == former.layout:
+        if part.refused is not None:
+            raise refused(attempt, member, part.refused)
+        if former is not None and part.layout == former.layout:
             return True
         now_s = self.journal.clock.monotonic()
-        if reason is None and now_s - seen_s.setdefault(member.rank, now_s) < SECOND_LOOK_S:
+        if now_s - seen_s.setdefault(member.rank, now_s) < SECOND_LOOK_S:
             return False
         raise InconsistentCutError(
-            f"the tensors of {self.member} changed at step {attempt.step} but those of {member} did not"
-            + (f" ({member} refuses: {reason})" if reason else "")
-            + ": this save is given up, the next one exchanges all layouts",
+            f"the tensors of {self.member} changed at step {attempt.step} but those of {member} did not: this "
+            f"save is given up, the next one exchanges all layouts",
             step=attempt.step,
             role=member.role,
         )

@@ -16,13 +16,14 @@ from typing import Any
 from ckptstore.binding import Binding
 from ckptstore.catalog import Catalog, read_part
 from ckptstore.clock import Clock, SystemClock
-from ckptstore.commit import COMMIT_TIMEOUT_S, Committer, fenced, read_index
+from ckptstore.commit import COMMIT_TIMEOUT_S, Committer, read_index
 from ckptstore.contribution import Contributor
 from ckptstore.errors import CorruptError, InternalError, InvalidInputError, NotFoundError
 from ckptstore.history import CHECKPOINT, History, PublishEntry
 from ckptstore.incarnation import Incarnation, Token
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, Member, PublicationId
+from ckptstore.outcome import fenced
 from ckptstore.reader import read_leaves
 from ckptstore.skeleton import union
 from ckptstore.store.base import open_store

@@ -39,7 +39,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("store", "store.base", "store.memory", "store.file", "store.local", "store.probe"),
         *("clock", "values", "state", "binding", "snapshot", "journal"),
     ),
-    ("writer", "reader", "audit", "commit", "catalog", "recovery.launcher", "recovery.ray", "recovery.detector"),
+    (
+        "outcome",
+        "writer",
+        "reader",
+        "audit",
+        "commit",
+        "catalog",
+        "recovery.launcher",
+        "recovery.ray",
+        "recovery.detector",
+    ),
     (
         "claim",
         "restore",

@@ -30,7 +30,7 @@ from ckptstore.errors import (
 from ckptstore.history import History
 from ckptstore.incarnation import ALIVE_S, BEAT_S, Incarnation, begin
 from ckptstore.journal import Journal
-from ckptstore.manifest import AttemptId, Member
+from ckptstore.manifest import AttemptId, Member, part_key
 from ckptstore.state import PerRank
 from ckptstore.store.memory import MemoryStore
 from ckptstore.testing.clock import FakeClock
@@ -358,11 +358,43 @@ def test_a_part_that_refuses_ends_the_save_at_once_with_its_reason() -> None:
         writer.refuse(AttemptId(fence=1, step=10), "the disk of loop/0 is full")
         before_s = job.sim.now_s
         for handle in job.save(members[:2], 10):
-            with pytest.raises(
-                (IncompleteSaveError, InconsistentCutError), match=r"loop/0.*disk of loop/0 is full"
-            ):
+            with pytest.raises(IncompleteSaveError, match=r"loop/0.*disk of loop/0 is full"):
                 handle.result(0)
         assert job.sim.now_s - before_s < 1.0
+        abandoned(job, AttemptId(fence=1, step=10))
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["the committer", "another member"])
+def test_a_state_that_one_rank_cannot_save_ends_the_save_for_all_at_once(rank: int) -> None:
+    def scenario(job: Job) -> None:
+        members = job.members(job.begin())
+        before_s = job.sim.now_s
+        with pytest.raises(InvalidInputError, match="bad"):
+            members[rank].save(10, {"bad": {1, 2}})
+        handles = [ck.save(10, job.state(10)) for ck in members if ck is not members[rank]]
+        job.sim.wait(lambda: all(handle.done() for handle in handles))
+        for handle in handles:
+            with pytest.raises(IncompleteSaveError, match=f"trainer/{rank}"):
+                handle.result(0)
+        assert job.sim.now_s - before_s < 1.0
+        abandoned(job, AttemptId(fence=1, step=10))
+        assert [handle.result(0).step for handle in job.save(members, 20)] == [20] * 3
+
+    play(scenario)
+
+
+def test_a_damaged_part_is_an_inconsistent_cut_for_every_member() -> None:
+    def scenario(job: Job) -> None:
+        members = job.members(job.begin())
+        loop = Member(role="loop", rank=0)
+        job.sim.store.create(part_key(AttemptId(fence=1, step=10), loop), b"not a part")
+        handles = [ck.save(10, job.state(10)) for ck in members[:2]]
+        job.sim.wait(lambda: all(handle.done() for handle in handles))
+        for handle in handles:
+            with pytest.raises(InconsistentCutError, match="loop-00000"):
+                handle.result(0)
         abandoned(job, AttemptId(fence=1, step=10))
 
     play(scenario)
