@@ -8,8 +8,6 @@ command share one Ray session, and the members are reset in place between them. 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -19,25 +17,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptstore.agreement import account
 from ckptstore.demo.config import DemoConfig
+from ckptstore.demo.findings import find_result
 from ckptstore.demo.kills import Kill, parse_kills
-from ckptstore.demo.notes import Ended as LoopEnded
-from ckptstore.demo.notes import Moved, Note, Noticed, Restored, read_story, with_commits
-from ckptstore.demo.records import Evaluation, join_digests
-from ckptstore.demo.result import Account, DemoOutcome, Progress, Resize, Reward, RunResult
-from ckptstore.demo.result import Kill as KillResult
+from ckptstore.demo.notes import Moved, Note, Noticed, Restored
+from ckptstore.demo.records import join_digests
+from ckptstore.demo.result import DemoOutcome, Progress, Resize, RunResult
 from ckptstore.demo.session import RaySession
-from ckptstore.errors import InternalError, InvalidInputError, NoRecoveryPointError, NotFoundError
-from ckptstore.ledger import Ledger
+from ckptstore.errors import InvalidInputError, NoRecoveryPointError, NotFoundError
 from ckptstore.manifest import Member
 from ckptstore.recovery.coordinator import Ended
-from ckptstore.run import Run
 from ckptstore.run import open as open_run
 
 POLL_S = 0.2
 COORDINATOR_LIVES = 3  # besides the planned ones
 DIGEST_S = 120.0
+SILENT_S = (
+    900.0  # longer than the longest that a coordinator may wait for members, a warm-up on a busy machine
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,18 +246,18 @@ class _Command:
             resume=part.resume,
             deaths=len(kills),
         )
-        reason = "the loop begins"
+        reason = "the loop begins" if part.resume == "auto" else f"resized to {part.trainers} trainers"
         for _ in range(COORDINATOR_LIVES + len(kills)):
             actor: Any = ray.remote(CoordinatorMember)
             coordinator = actor.options(num_cpus=0, max_restarts=0).remote(self._chaos)
             ended = self._wait(coordinator.run.remote(spec, self._session.namespace, reason), label, seen)
+            ray.kill(coordinator, no_restart=True)
             if ended is None:
                 self._note(Noticed(who=("coordinator",)))
                 reason = "the coordinator died"
                 if self._has_begun(seen):
                     spec = replace(spec, resume="auto")
                 continue
-            ray.kill(coordinator, no_restart=True)
             if not ended.finished:
                 raise NoRecoveryPointError(f"the loop halted: {ended.why}", why=ended.why)
             self._listen(label, seen)
@@ -275,14 +272,19 @@ class _Command:
         return any(isinstance(note, Fenced) for note in seen)
 
     def _wait(self, reference: Any, label: str, seen: list[Note]) -> Ended | None:
-        """How a coordinator's work ended; None if it died."""
+        """How a coordinator's work ended; None if it died, or told nothing for much too long."""
         import ray
 
         from ckptstore.recovery.detector import is_death
 
+        told_s, count = time.monotonic(), len(seen)
         while True:
             done, _ = ray.wait([reference], timeout=POLL_S)
             self._listen(label, seen)
+            if len(seen) > count:
+                told_s, count = time.monotonic(), len(seen)
+            elif time.monotonic() - told_s > SILENT_S:
+                return None
             self._session.survey()
             if done:
                 try:
@@ -338,54 +340,16 @@ class _Command:
         resizes: tuple[Resize, ...],
         began_s: float,
     ) -> RunResult:
-        config = self._options.config
         wall_s = time.monotonic() - began_s
-        run = open_run(url)
-        loop = run.read(role="loop")
-        ledgers = _lineage(run)
-        digest = self._stored_digest(url, config.steps)
-        live = [note.digest for note in seen if isinstance(note, LoopEnded)][-1]
-        if digest != live:
-            raise InternalError(
-                f"the tensors of step {config.steps} in {url} are not those that the trainers hold; please report it",
-                url=url,
-            )
-        counted = account(ledgers, loop["ledger"])
-        story = read_story(seen, began_s)
-        shots = {name: list(times) for name, times in story.shots.items()}
-        return RunResult(
+        config = self._options.config
+        return find_result(
             label=label,
             url=url,
-            seed=config.seed,
-            steps=config.steps,
-            every=config.every,
-            trainers=parts[0].trainers,
-            rollouts=config.rollouts,
-            wall_s=wall_s,
-            rewards=tuple(Reward(**record) for record in json.loads(loop["rewards"])),
-            evaluations=tuple(Evaluation(**record) for record in json.loads(loop["evaluations"])),
-            saves=with_commits(story.saves, run.checkpoints()),
-            kills=tuple(_fired(kill, shots) for kill in kills),
-            recoveries=story.recoveries,
-            engines_replaced=story.engines_replaced,
+            config=replace(config, trainers=parts[0].trainers),
+            kills=kills,
+            notes=seen,
             resizes=resizes,
-            steps_redone=story.steps_redone,
-            account=Account(
-                issued=counted.issued, consumed=counted.consumed, lost=counted.lost, doubled=counted.doubled
-            ),
-            digest=digest,
-            consumed=hashlib.blake2b(
-                json.dumps(ledgers[-1].to_json()["consumed"]).encode(), digest_size=16
-            ).hexdigest(),
+            digest=self._stored_digest(url, config.steps),
+            began_s=began_s,
+            wall_s=wall_s,
         )
-
-
-def _lineage(run: Run) -> list[Ledger]:
-    """The trainer's ledger in each checkpoint of the lineage, oldest first."""
-    infos = [info for info in run.checkpoints() if info.status == "ok"]
-    return [run.read(info.step, role="trainer", names="ledger")["ledger"] for info in infos]
-
-
-def _fired(kill: Kill, shots: dict[str, list[float]]) -> KillResult:
-    times = shots.get(str(kill), [])
-    return KillResult(at=str(kill), fired=bool(times), at_s=times.pop(0) if times else None)
