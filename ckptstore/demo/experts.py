@@ -56,7 +56,7 @@ class ExpertRanks:
         if self.size == 1:
             return counts.unsqueeze(0)
         everyone = counts.new_empty((self.size, self.experts))
-        dist.all_gather_into_tensor(everyone.view(-1), counts, group=self.group)
+        dist.all_gather(list(everyone), counts, group=self.group)
         return everyone
 
     def sum_(self, values: Tensor) -> Tensor:

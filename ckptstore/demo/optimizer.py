@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ckptstore.demo.experts import ExpertRanks
 from ckptstore.demo.model import is_sharded
 
-BETAS = (0.9, 0.95)
+BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 WEIGHT_DECAY = 0.01
 
@@ -26,7 +26,7 @@ class AdamW:
     """Master weights and moments of one rank: of its experts, and of everything that is replicated.
 
     `master`, `exp_avg` and `exp_avg_sq` hold FP32 tensors by parameter name; a restore writes into
-    them in place. `updates` counts the updates applied since the moments were zero.
+    them in place. `updates` counts all updates, those of the warm-up included.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, ranks: ExpertRanks) -> None:
@@ -38,11 +38,6 @@ class AdamW:
         self.updates = 0
         self._gradients: list[Tensor] = []
         self._norm = 0.0
-
-    def forget(self) -> None:
-        """Start over with zero moments, keeping the weights."""
-        torch._foreach_zero_([*self.exp_avg.values(), *self.exp_avg_sq.values()])
-        self.updates = 0
 
     def reduce(self, sums: Tensor) -> Tensor:
         """Add up gradients, and the caller's FP32 `sums`, over all ranks; give the total of `sums`.

@@ -61,7 +61,11 @@ class Trainer:
         self._state = self._tensors()
 
     def warm_up(self) -> None:
-        """Teach the policy the form of an answer, supervised; then make it the reference. Collective."""
+        """Teach the policy the form of an answer, supervised; then make it the reference. Collective.
+
+        The moments go on from here: with zero ones, the first updates of the loop, whose gradients are
+        mostly noise, would move every weight by the full learning rate and undo what was learnt.
+        """
         config = self.config
         for index in range(config.warm_up_steps):
             first = index * config.warm_up_rows
@@ -79,7 +83,6 @@ class Trainer:
             self.optimizer.reduce(torch.zeros(0))
             height = min(1.0, (index + 1) / RAMP_STEPS) * (1 - DECLINE * index / config.warm_up_steps)
             self.optimizer.apply(rate=config.warm_up_rate * height, clip_norm=config.clip_norm)
-        self.optimizer.forget()
         self.reference.load_state_dict(self.model.state_dict())
 
     def step(self, groups: Sequence[Group], on_computing: Callable[[], None] | None = None) -> StepReport:
