@@ -59,6 +59,7 @@ class Baseline:
     table: ChunkTable
     segments: Mapping[str, SegmentRef]
     numbers: Mapping[str, int]
+    bounds: Sequence[int]  # rows of tensor n are bounds[n] to bounds[n + 1]
 
     @classmethod
     def of(cls, id: AttemptId, table: ChunkTable, segments: Sequence[SegmentRef]) -> Baseline:
@@ -67,6 +68,7 @@ class Baseline:
             table=table,
             segments={ref.key: ref for ref in segments},
             numbers={spec.name: n for n, spec in enumerate(table.tensors)},
+            bounds=np.searchsorted(table.tensor, np.arange(len(table.tensors) + 1, dtype=np.int32)).tolist(),
         )
 
     def find(self, spec: TensorSpec, box: Box) -> Row | None:
@@ -74,7 +76,7 @@ class Baseline:
         number = self.numbers.get(spec.name)
         if number is None or self.table.tensors[number] != spec:
             return None
-        low, high = np.searchsorted(self.table.tensor, [number, number + 1]).tolist()
+        low, high = self.bounds[number], self.bounds[number + 1]
         ndim = len(spec.shape)
         same = (self.table.offset[low:high, :ndim] == box.offset).all(axis=1)
         same &= (self.table.shape[low:high, :ndim] == box.shape).all(axis=1)
