@@ -113,7 +113,7 @@ def paths(value: Any, path: str = "") -> list[str]:
     return [p for key, item in items for p in paths(item, f"{path}.{key}" if path else str(key))]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(states=st.lists(st.dictionaries(keys, trees, max_size=4), min_size=8, max_size=8))
 def test_any_nested_state_is_read_back_bit_by_bit(states: list[dict[Any, Any]]) -> None:
     states = [state for state in states if len(set(paths(state))) == len(paths(state))]
