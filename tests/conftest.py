@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("ckptstore.testing.conformance")
 
 # The machine is shared and slow at times: examples are bounded by number, never by time.
-settings.register_profile("ckptstore", deadline=None, print_blob=True)
+settings.register_profile(
+    "ckptstore", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("ckptstore")
 
 

@@ -23,7 +23,6 @@ _NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
@@ -71,12 +70,6 @@ def shares_elements(tensor: torch.Tensor) -> bool:
     )
 
 
-def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements under an integer dtype where that is possible: some dtypes have no copy of their own."""
-    word = _WORDS.get(tensor.element_size())
-    return tensor if word is None or tensor.is_conj() or tensor.is_neg() else tensor.view(word)
-
-
 def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8] | None:
     """The tensor's own memory as bytes, or None where it is not contiguous CPU memory.
 
@@ -107,8 +100,8 @@ def copy_to_bytes(tensor: torch.Tensor, out: npt.NDArray[np.uint8]) -> None:
         np.copyto(out, view)
     elif out.size:
         plain = tensor.detach()
-        words = _as_words(plain)
-        torch.from_numpy(out).view(words.dtype).view(words.shape).copy_(words)
+        target = torch.from_numpy(out).view(plain.dtype).view(plain.shape)
+        target.copy_(plain)
 
 
 def copy_box_from_bytes(
@@ -120,7 +113,7 @@ def copy_box_from_bytes(
     of the global tensor, and `wanted` lies within the other two.
     """
     with torch.no_grad():
-        target = _as_words(tensor.detach())
+        target = tensor.detach()
         chunk = torch.from_numpy(data).view(target.dtype).view(source.shape)
         if wanted.shape:
             target = target[wanted.relative_to(box).slices]
