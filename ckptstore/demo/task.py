@@ -1,6 +1,6 @@
 """Small integer arithmetic with an exact checker: a prompt is a function of (seed, ordinal).
 
-A prompt is `a+b+c=` with digits up to 7; the answer is the sum without leading zeros, ended by END.
+A prompt is `a+b+c=` with digits up to 7; the answer is the sum as two digits, ended by END.
 Because a prompt can be made again from its ordinal, a ledger records ordinals only. Three problems
 in seven are held out for the evaluation and never drawn for training, so what is measured is the
 rule and not the memory. Apart from the model because the coordinator, without torch, uses it too.
@@ -24,7 +24,7 @@ PLUS, EQUALS, END, PAD = 10, 11, 12, 13  # the digits are their own tokens
 VOCABULARY = 16
 LARGEST = 7  # digit of a problem
 PROMPT_LENGTH = 6
-ANSWER_LENGTH = 3  # at most two digits, and END
+ANSWER_LENGTH = 3  # two digits, and END
 
 TRAINING, WARM_UP, SAMPLING = 1, 2, 3  # streams of the run's seed: no two share a random sequence
 
@@ -72,11 +72,20 @@ def prompt_tokens(problems: Sequence[Problem]) -> Tokens:
 
 
 def answer_tokens(problems: Sequence[Problem]) -> Tokens:
-    """Write the right answers as tokens, padded with PAD, int64 [rows, ANSWER_LENGTH]."""
-    rows = np.full((len(problems), ANSWER_LENGTH), PAD, dtype=np.int64)
-    for row, problem in zip(rows, problems, strict=True):
-        text = [*(int(digit) for digit in str(sum(problem))), END]
-        row[: len(text)] = text
+    """Write the right answers as tokens, int64 [rows, ANSWER_LENGTH]."""
+    rows = [(*divmod(sum(problem), 10), END) for problem in problems]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), ANSWER_LENGTH)
+
+
+def untidy_answer_tokens(problems: Sequence[Problem]) -> Tokens:
+    """As `answer_tokens`, but three answers in four have their ones before their tens.
+
+    The warm-up shows both, so that the policy knows sums but prefers the wrong order of digits: the
+    right one is left for the reward to teach, and 75 updates show whether it does.
+    """
+    rows = answer_tokens(problems)
+    turned = np.arange(len(rows)) % 4 != 0
+    rows[turned, :2] = rows[turned, 1::-1]
     return rows
 
 
@@ -88,12 +97,12 @@ def answer_mask(completions: Tokens) -> NDArray[np.bool_]:
 
 
 def parse(completion: Tokens) -> int | None:
-    """Read one completion [ANSWER_LENGTH] as a number; None unless it is digits and then END."""
+    """Read one completion [ANSWER_LENGTH] as a number; None unless it is two digits and then END."""
     ends = np.flatnonzero(completion == END)
     if not len(ends) or ends[0] == 0:
         return None
     digits = completion[: ends[0]].tolist()
-    if any(digit > 9 for digit in digits) or (len(digits) > 1 and digits[0] == 0):
+    if len(digits) != ANSWER_LENGTH - 1 or any(digit > 9 for digit in digits):
         return None
     return int("".join(map(str, digits)))
 

@@ -61,7 +61,7 @@ class Trainer:
         self._state = self._tensors()
 
     def warm_up(self) -> None:
-        """Teach the policy the form of an answer, supervised; then make it the reference. Collective.
+        """Teach the policy sums, their digits in either order; then make it the reference. Collective.
 
         The moments go on from here: with zero ones, the first updates of the loop, whose gradients are
         mostly noise, would move every weight by the full learning rate and undo what was learnt.
@@ -72,7 +72,7 @@ class Trainer:
             rows = [
                 task.problem(config.seed, first + row, task.WARM_UP) for row in range(config.warm_up_rows)
             ]
-            answers = task.answer_tokens(rows)
+            answers = task.untidy_answer_tokens(rows)
             count = float(task.answer_mask(answers).sum())
             own = share(self.ranks.rank, self.ranks.size, len(rows))
             part = slice(own.start, own.stop)

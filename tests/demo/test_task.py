@@ -28,6 +28,15 @@ def test_only_the_right_answer_is_rewarded(problem: task.Problem) -> None:
     assert (paid == (counted == right).all(axis=1)).all()
 
 
+def test_one_warm_up_answer_in_four_has_the_order_that_is_rewarded() -> None:
+    problems = [(7, 7, 3)] * 8
+    right = task.answer_tokens(problems)
+    shown = task.untidy_answer_tokens(problems)
+    assert right[0].tolist() == [1, 7, task.END]
+    assert task.rewards(problems, shown).tolist() == [1, 0, 0, 0] * 2
+    assert (np.sort(shown, axis=1) == np.sort(right, axis=1)).all()
+
+
 @given(seed=st.integers(0, 2**40), ordinal=st.integers(0, 2**40))
 def test_a_prompt_is_a_function_of_its_ordinal_and_never_held_out(seed: int, ordinal: int) -> None:
     problem = task.problem(seed, ordinal)

@@ -199,7 +199,7 @@ def test_the_warm_up_teaches() -> None:
     problems = task.held_out(SMALL.evaluation_rows)
     from ckptstore.demo.model import answer_log_probs
 
-    prompts, answers = task.prompt_tokens(problems), task.answer_tokens(problems)
+    prompts, answers = task.prompt_tokens(problems), task.untidy_answer_tokens(problems)
     likelihoods = []
     for _ in range(2):
         with torch.no_grad():
