@@ -35,7 +35,6 @@ _ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # one kernel for each row count of an expert else: 0.4 GiB
     "TOKENIZERS_PARALLELISM": "false",
 }
 
