@@ -32,7 +32,7 @@ class DemoConfig:
     rollouts: int = 2
     prompts: int = 32
     samples: int = 8
-    lease_prompts: int = 4
+    lease_prompts: int = 8
 
     warm_up_steps: int = 40
     warm_up_rows: int = 256

@@ -84,6 +84,11 @@ class Exchange(torch.autograd.Function):
         return returned, None, None, None
 
 
+# oneDNN compiles a kernel for each number of rows, and an expert's changes at every call: rows are filled up
+# with zeros to a multiple of this, so that the kernels of the first steps serve for all (half the time a step).
+ROWS_ALIGN = 64
+
+
 def exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """Send `send[r]` consecutive rows to each rank r and receive `receive[r]` from it. Collective."""
     arrived: Tensor = Exchange.apply(rows, send, receive, group)  # type: ignore[no-untyped-call]
@@ -141,8 +146,10 @@ class ParallelExperts(nn.Module):
     def _run(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Run local experts on their consecutive rows; also on none, see the module's docstring."""
         outputs = []
-        for expert, part in enumerate(torch.split(rows, counts)):
+        for expert, own in enumerate(torch.split(rows, counts)):
+            part = functional.pad(own, (0, 0, 0, -len(own) % ROWS_ALIGN))
             gate, up = functional.linear(part, self.gate_up_proj[expert]).chunk(2, dim=-1)
             gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
-            outputs.append(functional.linear(functional.silu(gate) * up, self.down_proj[expert]))
+            output = functional.linear(functional.silu(gate) * up, self.down_proj[expert])
+            outputs.append(output[: len(own)])
         return torch.cat(outputs)
