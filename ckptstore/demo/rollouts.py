@@ -147,7 +147,8 @@ class Rollouts:
         """
         heard_s = self._clock.monotonic()
         while leases or any(seat.lease for seat in self._seats):
-            for seat in self._seats:
+            turn = step % len(self._seats)  # each engine is first at times: there may be fewer leases
+            for seat in (*self._seats[turn:], *self._seats[:turn]):
                 self._deal(seat, step, leases)
             busy = {id(seat.call): seat for seat in self._seats if seat.call is not None}
             ready = self._launcher.ready([seat.call for seat in busy.values() if seat.call], timeout_s=POLL_S)

@@ -17,7 +17,15 @@ from ckptstore.demo.result import DemoOutcome
 from ckptstore.errors import InvalidInputError
 
 SMALL = DemoConfig(
-    steps=8, every=2, prompts=8, samples=4, warm_up_steps=2, warm_up_rows=32, evaluation_rows=20, hidden=64
+    steps=8,
+    every=2,
+    prompts=8,
+    samples=4,
+    lease_prompts=4,
+    warm_up_steps=2,
+    warm_up_rows=32,
+    evaluation_rows=20,
+    hidden=64,
 )
 KILLS = "trainer:1@3,rollout:0@2,trainer:0@4+save,coordinator@7"
 
