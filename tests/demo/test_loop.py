@@ -157,3 +157,17 @@ def test_members_refuse_a_coordinator_that_was_replaced(url: str) -> None:
     with pytest.raises(ckptstore.FencedError):
         handle.result(20)
     cluster.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_member_dies_at_each_of_its_calls(
+    undisturbed: tuple[tuple[object, ...], list[tuple[str, str]], int],
+) -> None:
+    """Every call that an undisturbed run makes of a trainer or an engine, one death a run."""
+    expected, log, _ = undisturbed
+    for doom in points(log):
+        url, cluster = next(_URLS), FakeCluster(lambda *call, doom=doom: call == doom)
+        assert run_coordinator(cluster, spec(url), Quiet()).finished, doom
+        cluster.close()
+        assert final(url) == expected, doom
