@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import ckptstore
 from ckptstore.agreement import account
+from ckptstore.demo.loop import Loop
 from ckptstore.demo.notes import Fenced, read_story
-from tests.demo.cluster import CoordinatorDied, FakeCluster, Quiet, final, run_coordinator, spec
+from ckptstore.ledger import Ledger
+from ckptstore.recovery.launcher import Call
+from tests.demo.cluster import CoordinatorDied, FakeCluster, FakeLauncher, Quiet, final, run_coordinator, spec
 
 _URLS = (f"memory://loop-{number}" for number in itertools.count())
 
@@ -171,3 +175,34 @@ def test_a_member_dies_at_each_of_its_calls(
         assert run_coordinator(cluster, spec(url), Quiet()).finished, doom
         cluster.close()
         assert final(url) == expected, doom
+
+
+class LedgerTeller(FakeLauncher):
+    """A launcher whose only trainer tells a ledger."""
+
+    def __init__(self, told: Ledger) -> None:
+        super().__init__(FakeCluster())
+        self.told = told
+
+    def gather(self, calls: Sequence[Call], *, deadline_s: float) -> list[Any]:
+        assert [call.verb for call in calls] == ["ledger"]
+        return [self.told.to_json()]
+
+
+@pytest.mark.parametrize(("trainer", "copy", "owed"), [(12, 8, ()), (8, 12, (8, 9, 10, 11)), (8, 8, ())])
+def test_the_trainer_decides_what_is_consumed_whatever_the_loop_s_copy_says(
+    trainer: int, copy: int, owed: tuple[int, ...]
+) -> None:
+    ledgers = {}
+    for name, consumed in (("trainer", trainer), ("copy", copy)):
+        ledgers[name] = Ledger(seed=0)
+        ledgers[name].issue(max(trainer, copy))
+        for step in range(consumed // 4):
+            ledgers[name].consume(range(4 * step, 4 * step + 4), step + 1)
+    loop = Loop(spec("memory://unused"), launcher=LedgerTeller(ledgers["trainer"]), outside=Quiet())
+    loop._ledger = ledgers["copy"]
+    loop.rebuild()
+    assert loop._ledger.owed() == owed
+    first = loop._begin_step()
+    known = max(trainer, copy)
+    assert first.ordinals == (owed or tuple(range(known, known + 4)))
