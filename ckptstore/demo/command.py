@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -130,7 +129,7 @@ def run_demo(options: DemoOptions, progress: Progress | None = None) -> DemoOutc
 
 @contextlib.contextmanager
 def _store(options: DemoOptions, session: RaySession) -> Iterator[str]:
-    """The run's URL; a temporary folder is removed, unless it is to be kept."""
+    """The run's URL; a temporary folder is removed with the session, unless it is to be kept."""
     if options.url is not None:
         yield options.url
         return
@@ -138,11 +137,7 @@ def _store(options: DemoOptions, session: RaySession) -> Iterator[str]:
     if not options.keep:
         session.own_folder(folder)
     os.mkdir(folder, mode=0o700)
-    try:
-        yield os.path.join(folder, "run")
-    finally:
-        if not options.keep:
-            shutil.rmtree(folder, ignore_errors=True)
+    yield os.path.join(folder, "run")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

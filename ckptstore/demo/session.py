@@ -49,6 +49,7 @@ class RaySession:
         self._folder: str | None = None
         self._janitor: subprocess.Popen[str] | None = None
         self._known: set[janitor.Process] = set()
+        self._owned: list[str] = []
         self._surveyed_s = 0.0
         self._stack = contextlib.ExitStack()
 
@@ -80,8 +81,12 @@ class RaySession:
             self._stack.close()
 
     def own_folder(self, path: str) -> None:
-        """The janitor removes this folder too, if the command is killed: say so before it is made."""
+        """This folder goes with the session, once nobody is left who writes to it: say so before it is made.
+
+        The janitor removes it if the command is killed.
+        """
         self._tell(f"folder {path}")
+        self._owned.append(path)
 
     def survey(self, *, at_once: bool = False) -> None:
         """Tell the janitor of processes that are new; often called, it looks once a second."""
@@ -151,18 +156,22 @@ class RaySession:
                     handle: Any = ray.get_actor(actor["name"], namespace=actor["namespace"])
                     ray.kill(handle, no_restart=True)
             ray.shutdown()
+        self._wait_until_gone()
+        if janitor.end(self._known):
+            self._wait_until_gone()  # a process that is being killed may still write
+
+    def _wait_until_gone(self) -> None:
         deadline_s = time.monotonic() + LEAVE_S
         while self._alive() and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        janitor.end(self._known)
 
     def _alive(self) -> bool:
         return any(janitor.started(pid) == start for pid, start in self._known)
 
     def _tidy(self) -> None:
-        """Remove the session's folder, then tell the janitor that there is nothing to do."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove the folders, then tell the janitor that there is nothing to do."""
+        for folder in (*self._owned, *([self._folder] if self._folder is not None else [])):
+            shutil.rmtree(folder, ignore_errors=True)
         if self._janitor is not None and self._janitor.stdin is not None:
             self._tell("done")
             with contextlib.suppress(BrokenPipeError):
