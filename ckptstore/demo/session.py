@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -51,6 +51,7 @@ class RaySession:
         self._known: set[janitor.Process] = set()
         self._owned: list[str] = []
         self._surveyed_s = 0.0
+        self._stopped: int | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> RaySession:
@@ -67,7 +68,7 @@ class RaySession:
             talk = stack.enter_context(open(os.path.join(folder, "ray.out"), "w", encoding="utf-8"))
             stack.enter_context(contextlib.redirect_stdout(talk))
             stack.enter_context(_environment(_variables(folder)))
-            stack.enter_context(_signals())
+            stack.enter_context(_signals(self._stop))
             self._start_ray(folder)
             stack.callback(self._stop_ray)
             self.survey(at_once=True)
@@ -79,6 +80,12 @@ class RaySession:
     ) -> None:
         with _deaf():
             self._stack.close()
+        if self._stopped is not None and isinstance(error, SystemExit):
+            raise SystemExit(128 + self._stopped) from None  # Ray's waits make another one of it
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._stopped = number
+        raise SystemExit(128 + number)
 
     def own_folder(self, path: str) -> None:
         """This folder goes with the session, once nobody is left who writes to it: say so before it is made.
@@ -203,14 +210,11 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
+def _signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Make SIGTERM an exception, as Ctrl-C is, so that everything is cleaned up on the way out."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

@@ -33,6 +33,9 @@ class Writer:
         threading.Thread(target=write, daemon=True).start()
         return 1
 
+    def wait(self):
+        time.sleep(200)
+
 store = tempfile.mkdtemp(prefix="ck-test-")
 with RaySession() as session:
     session.own_folder(store)
@@ -41,7 +44,9 @@ with RaySession() as session:
     session.survey(at_once=True)
     print(session._folder, store, file=sys.stderr, flush=True)
     if sys.argv[1] == "wait":
-        time.sleep(200)
+        forever = actor.wait.remote()
+        while True:
+            ray.wait([forever], timeout=0.2)
 print("result")
 """
 
@@ -86,13 +91,13 @@ def test_a_session_that_ends_leaves_nothing_and_keeps_stdout_for_results() -> No
     assert shared_memory() <= before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_command_that_is_told_to_stop_leaves_nothing(number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_a_command_that_is_told_to_stop_leaves_nothing(number: signal.Signals, code: int) -> None:
     before = shared_memory()
     process, folders = begin("wait")
     process.send_signal(number)
     process.communicate(timeout=120)
-    assert process.returncode != 0
+    assert process.returncode == code
     assert left(folders) == []
     assert shared_memory() <= before
 
