@@ -58,7 +58,11 @@ def shared_memory() -> set[str]:
 def begin(*arguments: str) -> tuple[subprocess.Popen[str], list[str]]:
     """Start the script; its process and the folders it has made, once its actor runs."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SCRIPT, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
     )
     assert process.stderr is not None
     lines = []
@@ -98,6 +102,17 @@ def test_a_command_that_is_told_to_stop_leaves_nothing(number: signal.Signals, c
     process.send_signal(number)
     process.communicate(timeout=120)
     assert process.returncode == code
+    assert left(folders) == []
+    assert shared_memory() <= before
+
+
+def test_a_signal_to_the_whole_process_group_leaves_nothing_either() -> None:
+    """As `timeout` sends it: parts of Ray die at the same moment as the command is told to stop."""
+    before = shared_memory()
+    process, folders = begin("wait")
+    os.killpg(process.pid, signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert process.returncode == 143
     assert left(folders) == []
     assert shared_memory() <= before
 
