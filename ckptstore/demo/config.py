@@ -19,15 +19,16 @@ LAYERS = 3  # one of each kind of attention; the first routes by hash, the other
 class DemoConfig:
     """What a run does and with how many processes.
 
-    `steps` counts optimizer updates after the warm-up; a checkpoint and an evaluation are made
-    every `every` of them. A step trains on `prompts` groups of `samples` completions each; an
-    engine generates `lease_prompts` consecutive prompts in one batch, and never another number
-    (a row's logits depend on its batch).
+    `steps` counts optimizer updates after the warm-up; a checkpoint is made every `every` of them,
+    an evaluation every `evaluate_every`, both also at the last. A step trains on `prompts` groups of
+    `samples` completions each; an engine generates `lease_prompts` consecutive prompts in one
+    batch, and never another number (a row's logits depend on its batch).
     """
 
     seed: int = 0
     steps: int = 75
     every: int = 5
+    evaluate_every: int = 5
     trainers: int = 2
     rollouts: int = 2
     prompts: int = 32

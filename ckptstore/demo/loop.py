@@ -249,8 +249,9 @@ class Loop:
         self._outside.note(Moved(step=number, words="publish"))
         self._publication = self._publish(number)
         self._rollouts.serve(self._life, self._spec.config.to_json(), self._spec.url, self._publication)
-        if number == self._spec.until or is_saved(number, self._spec.config, self._spec.saves):
+        if number % self._spec.config.evaluate_every == 0 or number == self._spec.config.steps:
             self._evaluate(number)
+        if number == self._spec.until or is_saved(number, self._spec.config, self._spec.saves):
             self._save(number)
 
     def _publish(self, number: int) -> PublicationId:

@@ -344,7 +344,15 @@ class Quiet:
 
 
 SMALL = DemoConfig(
-    steps=5, every=2, trainers=2, rollouts=2, prompts=4, samples=2, lease_prompts=2, warm_up_steps=0
+    steps=5,
+    every=2,
+    evaluate_every=3,
+    trainers=2,
+    rollouts=2,
+    prompts=4,
+    samples=2,
+    lease_prompts=2,
+    warm_up_steps=0,
 )
 
 

@@ -19,6 +19,7 @@ from ckptstore.errors import InvalidInputError
 SMALL = DemoConfig(
     steps=8,
     every=2,
+    evaluate_every=3,
     prompts=8,
     samples=4,
     lease_prompts=4,
@@ -48,7 +49,7 @@ class TestDemo:
         assert outcome.bitwise_equal is True
         assert outcome.run.rewards == outcome.undisturbed.rewards
         assert [reward.step for reward in outcome.run.rewards] == list(range(1, 9))
-        assert [record.step for record in outcome.run.evaluations] == [2, 4, 6, 8]
+        assert [record.step for record in outcome.run.evaluations] == [3, 6, 8]
 
     def test_every_kill_fired_once_and_led_to_what_it_should(self, outcome: DemoOutcome) -> None:
         run = outcome.run
