@@ -52,6 +52,16 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredChunks:
+    """The chunks of a part that is yet to be written: where they lie, and which were already stored."""
+
+    planned: int
+    reused: Sequence[Row]
+    written: Sequence[Row]
+    segments: Sequence[SegmentRef]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
     """Chunks of the newest checkpoint that this member has seen committed and good."""
 
@@ -120,10 +130,39 @@ class PartWriter:
 
         AlreadyExistsError: another life of this member wrote its part of this attempt.
         """
-        rows, fresh = self._reuse(chunks, baseline)
-        written, segments = self._segments(attempt, fresh)
+        stored = self.write_chunks(attempt, chunks, baseline)
         phase("segments_written")
-        reused = sorted({row.segment for row in rows})
+        part = self.write_part(
+            attempt,
+            stored,
+            skeleton=skeleton,
+            layout=layout,
+            policy_version=policy_version,
+            baseline=baseline,
+        )
+        phase("part_written")
+        return part
+
+    def write_chunks(
+        self, attempt: AttemptId, chunks: Sequence[StagedChunk], baseline: Baseline | None
+    ) -> StoredChunks:
+        """Everything of the part but the part itself: its segments, durable on return."""
+        reused, fresh = self._reuse(chunks, baseline)
+        written, segments = self._segments(attempt, fresh)
+        return StoredChunks(planned=len(chunks), reused=reused, written=written, segments=segments)
+
+    def write_part(
+        self,
+        attempt: AttemptId,
+        stored: StoredChunks,
+        *,
+        skeleton: Any,
+        layout: str,
+        policy_version: int | None,
+        baseline: Baseline | None,
+    ) -> Part:
+        """The part over what `write_chunks` stored by the same baseline; durable on return. Raises as `write`."""
+        reused = sorted({row.segment for row in stored.reused})
         known = baseline.segments if baseline is not None else {}
         part = Part(
             run=self.run,
@@ -132,17 +171,16 @@ class PartWriter:
             member=self.member,
             layout=layout,
             policy_version=policy_version,
-            planned=len(chunks),
-            segments=(*segments, *(known[key] for key in reused)),
+            planned=stored.planned,
+            segments=(*stored.segments, *(known[key] for key in reused)),
             witnesses={key: str(baseline.id) for key in reused} if baseline is not None else {},
             state=skeleton,
-            nbytes_written=sum(row.nbytes for row in written),
-            nbytes_reused=sum(row.nbytes for row in rows),
+            nbytes_written=sum(row.nbytes for row in stored.written),
+            nbytes_reused=sum(row.nbytes for row in stored.reused),
             refused=None,
-            table=_table([*rows, *written]),
+            table=_table([*stored.reused, *stored.written]),
         )
         self._create_part(part)
-        phase("part_written")
         return part
 
     def refuse(self, attempt: AttemptId, reason: str) -> None:
