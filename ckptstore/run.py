@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,9 @@ from ckptstore.state import TensorLeaf, decode
 from ckptstore.store.base import Store, open_store
 from ckptstore.tensor import Box, TensorSpec
 from ckptstore.wire import canonical, decode_entry, decode_run, digest_of, fold_to_json
+
+if TYPE_CHECKING:
+    import tensorstore
 
 UNREADABLE = (CorruptError, NotFoundError, UnsupportedFormatError)  # an unavailable store is no damage
 
@@ -101,6 +105,37 @@ class Run:
         value = decode(node, lambda name, numpy: _allocate(specs[f"{role}/{name}"], numpy, wanted))
         read_leaves(self.catalog.store, index.table, list(wanted.values()))
         return dict(value)
+
+    def tensor(
+        self,
+        name: str,
+        step: int | None = None,
+        role: str = "trainer",
+        *,
+        context: tensorstore.Context | None = None,
+    ) -> tensorstore.TensorStore:
+        """One tensor as a lazy array: slices of it read the chunks that they touch, verified, and nothing else.
+
+        `name` is dotted, as `ckptstore show --tensors` lists it. Packed float4 comes as uint8, two numbers a byte. A
+        `context` with a cache_pool keeps chunks between reads. NoCheckpointError, MissingTensorError,
+        InvalidInputError (tensorstore is not installed or lacks the dtype); CorruptError also when the array is read.
+        """
+        from ckptstore.interop.tensorstore import lazy_tensor
+
+        id = self.catalog.find(step)
+        table = self.catalog.index(id).table
+        spec = next((spec for spec in table.tensors if spec.name == f"{role}/{name}"), None)
+        if spec is None:
+            own = [spec.name for spec in table.tensors]
+            near = get_close_matches(f"{role}/{name}", own, n=3)
+            raise MissingTensorError(
+                f"checkpoint {id} has no tensor {name!r} of role {role!r}"
+                + (f" (near: {', '.join(near)})" if near else "")
+                + ": list them with ckptstore show --tensors",
+                names=(name,),
+                role=role,
+            )
+        return lazy_tensor(self.catalog.store, table, spec, context=context)
 
     def verify(
         self,

@@ -23,7 +23,18 @@ FUNCTION_LINES_MAX = 60
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "tensor", "layout", "chunktable", "manifest"),
     (
-        *("plan", "plan.save", "plan.load", "cut", "agreement", "intervals", "ledger", "history", "skeleton"),
+        *(
+            "plan",
+            "plan.save",
+            "plan.load",
+            "plan.grid",
+            "cut",
+            "agreement",
+            "intervals",
+            "ledger",
+            "history",
+            "skeleton",
+        ),
         *("recovery", "recovery.point", "recovery.machine"),
     ),
     (
@@ -43,6 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "outcome",
         "writer",
         "reader",
+        "interop.tensorstore",
         "audit",
         "commit",
         "catalog",
