@@ -53,7 +53,7 @@ BEAT_S = 3.0
 RUN_KEY_S = 10.0  # for a store that loses requests to settle who made the run
 ALIVE_S = 15.0  # protocol R25: a beat that does not move for so long, on our clock, is a dead job's
 
-_PROCESS_JOB = secrets.token_hex(8)  # incarnations of one process are one job
+PROCESS_JOB = secrets.token_hex(8)  # incarnations of one process are one job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ def begin(
     store = open_store(url, storage_options)
     probe(store)
     clock = clock if clock is not None else SystemClock()
-    name = job if job is not None else _PROCESS_JOB
+    name = job if job is not None else PROCESS_JOB
     journal = Journal(store, clock=clock, by=f"{socket.gethostname()}:{os.getpid()}")
     founding = _run_of(store, journal, clock)
     history = journal.catch_up()

@@ -71,6 +71,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "publish",
         "run",
         "recovery.coordinator",
+        *("interop.dcp_names", "interop.dcp_items", "interop.dcp_member"),
+        *("interop.dcp_writer", "interop.dcp_reader", "interop.dcp"),
     ),
     ("", "demo.*", "cli.*", "testing.*"),  # "" is ckptstore/__init__.py
 )
@@ -200,7 +202,7 @@ def early_torch(modules: dict[str, Module]) -> list[str]:
         if each.target.split(".")[0] == "torch"
         and each.at_top
         and not each.for_types
-        and not module.name.startswith(("interop.torch_", "demo.", "testing."))
+        and not module.name.startswith(("interop.torch_", "interop.dcp", "demo.", "testing."))
     ]
 
 
