@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from ckptstore.errors import RunInUseError as RunInUseError
     from ckptstore.errors import StoreUnavailableError as StoreUnavailableError
     from ckptstore.errors import UnsupportedFormatError as UnsupportedFormatError
+    from ckptstore.held import ExpertParallel as ExpertParallel
+    from ckptstore.held import FlatShard as FlatShard
+    from ckptstore.held import Frozen as Frozen
+    from ckptstore.held import HeldBy as HeldBy
+    from ckptstore.held import PerRank as PerRank
+    from ckptstore.held import Sharded as Sharded
     from ckptstore.incarnation import Incarnation as Incarnation
     from ckptstore.incarnation import begin as begin
     from ckptstore.interop.torch_state import torch_state as torch_state
@@ -40,9 +46,6 @@ if TYPE_CHECKING:
     from ckptstore.publish import Subscriber as Subscriber
     from ckptstore.run import Run as Run
     from ckptstore.run import open as open
-    from ckptstore.state import Frozen as Frozen
-    from ckptstore.state import PerRank as PerRank
-    from ckptstore.state import Sharded as Sharded
 
 __version__ = "0.1.0"
 
@@ -68,13 +71,13 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
         "StoreUnavailableError",
         "UnsupportedFormatError",
     ),
+    "ckptstore.held": ("ExpertParallel", "FlatShard", "Frozen", "HeldBy", "PerRank", "Sharded"),
     "ckptstore.incarnation": ("Incarnation", "begin"),
     "ckptstore.interop.torch_state": ("torch_state",),
     "ckptstore.ledger": ("Ledger",),
     "ckptstore.manifest": ("CheckpointInfo", "PublicationId"),
     "ckptstore.publish": ("Publisher", "Subscriber"),
     "ckptstore.run": ("Run", "open"),
-    "ckptstore.state": ("Frozen", "PerRank", "Sharded"),
 }
 _HOME: Final = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOME)

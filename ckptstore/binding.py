@@ -8,26 +8,26 @@ only then are changes made. Which leaf replaces which: docs/explanation/restore.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ckptstore.errors import LayoutMismatchError, MissingTensorError
-from ckptstore.ledger import Ledger
-from ckptstore.skeleton import has_tensors, tag_of
-from ckptstore.state import (
+from ckptstore.held import (
+    ExpertParallel,
     Frozen,
+    HeldBy,
     PerRank,
-    TensorLeaf,
-    decode,
-    describe,
-    has_state_dict,
+    Where,
     is_tensor_leaf,
     join,
-    tensor_names,
     torch_module,
 )
+from ckptstore.ledger import Ledger
+from ckptstore.pieces import describe
+from ckptstore.skeleton import WRAPPERS, has_tensors, inner, tag_of, tensor_paths
+from ckptstore.state import TensorLeaf, decode, has_state_dict, unwrap
 from ckptstore.tensor import TensorSpec
 
 KEEP = object()
@@ -54,7 +54,7 @@ class Binding:
 
     def bind(self, target: Any, saved: Any) -> None:
         """Fit `target` (the state's dict) onto the saved skeleton. Changes nothing."""
-        self._node(target, saved, "", in_rank=False)
+        self._node(target, saved, "", Where())
 
     def present(self, tensors: Mapping[str, TensorSpec]) -> list[TensorLeaf]:
         """The wanted leaves whose tensors are stored: all of them, unless the restore is not strict."""
@@ -95,24 +95,26 @@ class Binding:
 
     # -- one node: returns KEEP, or the value that replaces the target in its container
 
-    def _node(self, target: Any, saved: Any, path: str, *, in_rank: bool) -> Any:
-        while tag_of(saved) in ("z", "o"):
-            saved = saved[tag_of(saved)]
-        if isinstance(target, Frozen):
-            return self._inner(target, "tree", target.tree, saved, path, in_rank)
+    def _node(self, target: Any, saved: Any, path: str, where: Where) -> Any:
+        while tag_of(saved) in WRAPPERS:
+            saved = inner(saved)
+        if isinstance(target, (Frozen, HeldBy, ExpertParallel)):
+            wrapped, within = unwrap(target, path, where, self.rank)
+            attribute = "state" if isinstance(target, ExpertParallel) else "tree"
+            return self._inner(target, attribute, wrapped, saved, path, within)
         if isinstance(target, PerRank):
-            return self._per_rank(target, saved, path)
+            return self._per_rank(target, saved, path, where)
         if tag_of(saved) == "p":
             self.mismatched.append(f"{path} was saved as PerRank; wrap the target in PerRank as well")
             return KEEP
         if is_tensor_leaf(target):
-            return self._tensor(target, saved, path, in_rank)
+            return self._tensor(target, saved, path, where)
         if isinstance(target, Ledger):
             return self._ledger(target, saved, path)
         if isinstance(target, dict):
-            return self._dict(target, saved, path, in_rank)
+            return self._dict(target, saved, path, where)
         if isinstance(target, (list, tuple)) and not hasattr(target, "_fields"):
-            return self._sequence(target, saved, path, in_rank)
+            return self._sequence(target, saved, path, where)
         torch = torch_module()
         if torch is not None and isinstance(target, torch.optim.Optimizer):
             self.mismatched.append(
@@ -121,38 +123,40 @@ class Binding:
             return KEEP
         if has_state_dict(target):
             state = target.state_dict()
-            self._node(state, saved, path, in_rank=in_rank)
+            self._node(state, saved, path, where)
             self.changes.append(lambda: target.load_state_dict(state))
             return KEEP
         return self._value(saved, path)
 
-    def _inner(self, holder: Any, attribute: str, inner: Any, saved: Any, path: str, in_rank: bool) -> Any:
-        new = self._node(inner, saved, path, in_rank=in_rank)
+    def _inner(self, holder: Any, attribute: str, value: Any, saved: Any, path: str, where: Where) -> Any:
+        new = self._node(value, saved, path, where)
         if new is not KEEP:
             self.changes.append(lambda: setattr(holder, attribute, new))
         return KEEP
 
-    def _per_rank(self, target: PerRank, saved: Any, path: str) -> Any:
+    def _per_rank(self, target: PerRank, saved: Any, path: str, where: Where) -> Any:
         if tag_of(saved) != "p":
             self.mismatched.append(f"{path} was not saved as PerRank; give a plain target")
             return KEEP
         if not self.per_rank:
             self.not_given_back.append(path)
             return KEEP
-        return self._inner(target, "value", target.value, saved["p"], path, True)
+        return self._inner(target, "value", target.value, saved["p"], path, replace(where, per_rank=True))
 
-    def _tensor(self, target: Any, saved: Any, path: str, in_rank: bool) -> Any:
+    def _tensor(self, target: Any, saved: Any, path: str, where: Where) -> Any:
         if tag_of(saved) not in ("T", "N"):
             self.mismatched.append(f"{path} is a tensor here but was saved as a value")
             return KEEP
-        name = f"{self.role}/{path}" + (f"#{self.rank}" if in_rank else "")
-        for shard in target if isinstance(target, list) else [target]:
-            spec, box, data, _ = describe(shard, name, path, self.rank)
-            if _is_read_only(data):
-                self.mismatched.append(
-                    f"{path} cannot be written to, or its elements share memory; give a copy"
-                )
-            self.leaves.append(TensorLeaf(spec=spec, box=box, data=data, replicas=None, frozen=False))
+        stored = saved[tag_of(saved)]  # another's name where it was saved as tied to that
+        if where.per_rank and not stored.endswith(f"#{self.rank}"):
+            stored = f"{path}#{self.rank}"  # the node is another rank's, whose value this is not
+        spec, pieces = describe(target, f"{self.role}/{stored}", path, self.rank, where)
+        if any(_is_read_only(piece.data) for piece in pieces):
+            self.mismatched.append(f"{path} cannot be written to, or its elements share memory; give a copy")
+        self.leaves += [
+            TensorLeaf(spec=spec, box=piece.box, data=piece.data, replicas=None, frozen=False)
+            for piece in pieces
+        ]
         return KEEP
 
     def _ledger(self, target: Ledger, saved: Any, path: str) -> Any:
@@ -162,42 +166,47 @@ class Binding:
             self.changes.append(lambda: target.load_json(saved["ledger"]))
         return KEEP
 
-    def _dict(self, target: dict[Any, Any], saved: Any, path: str, in_rank: bool) -> Any:
+    def _dict(self, target: dict[Any, Any], saved: Any, path: str, where: Where) -> Any:
         if tag_of(saved) != "d":
             self.mismatched.append(f"{path or 'the state'} is a dict here but was saved as something else")
             return KEEP
         children = {key: child for key, child in saved["d"]}
+        asked = set()
         for key, value in target.items():
-            at = join(path, key)
-            if key not in children:
-                self._note_missing(value, at)
+            told, at, within = where.enter(path, key)
+            asked.add(told)
+            if told not in children:
+                self._note_missing(value, at, within)
                 continue
-            new = self._node(value, children[key], at, in_rank=in_rank)
+            new = self._node(value, children[told], at, within)
             if new is not KEEP:
                 self.changes.append(_setter(target, key, new))
         for key, child in children.items():
-            if key in target:
+            if key in asked:
                 continue
             if has_tensors(child) or tag_of(child) == "p" or _holds_tensors(target):
-                names = [name.split("#", 1)[0] for name in tensor_names(child)]
-                self.unasked.extend(names or [join(path, key)])
-            else:
+                self.unasked.extend(tensor_paths(child, join(path, key)) or [join(path, key)])
+            elif not where.is_expert(path, key):  # another rank's, by a number that means another one here
                 self.changes.append(_setter(target, key, decode(child, _no_tensors)))
         return KEEP
 
-    def _note_missing(self, value: Any, path: str) -> None:
+    def _note_missing(self, value: Any, path: str, where: Where) -> None:
         """Every leaf below, by name: a whole missing subtree lists its tensors."""
-        while isinstance(value, (Frozen, PerRank)):
-            value = value.tree if isinstance(value, Frozen) else value.value
+        while isinstance(value, (Frozen, PerRank, HeldBy, ExpertParallel)):
+            if isinstance(value, PerRank):
+                value = value.value
+            else:
+                value, where = unwrap(value, path, where, self.rank)
         if not is_tensor_leaf(value) and has_state_dict(value):
             value = value.state_dict()
         if isinstance(value, dict) and value:
             for key, child in value.items():
-                self._note_missing(child, join(path, key))
+                _, at, within = where.enter(path, key)
+                self._note_missing(child, at, within)
         else:
             self.missing.append(path)
 
-    def _sequence(self, target: Any, saved: Any, path: str, in_rank: bool) -> Any:
+    def _sequence(self, target: Any, saved: Any, path: str, where: Where) -> Any:
         tag = "l" if isinstance(target, list) else "t"
         if tag_of(saved) != tag:
             self.mismatched.append(
@@ -215,7 +224,7 @@ class Binding:
             self.mismatched.append(f"{path} has {len(target)} items here but {len(children)} were saved")
             return KEEP
         new = [
-            self._node(value, child, f"{path}.{n}" if path else str(n), in_rank=in_rank)
+            self._node(value, child, join(path, n), where)
             for n, (value, child) in enumerate(zip(target, children, strict=True))
         ]
         if all(value is KEEP for value in new):
@@ -254,8 +263,10 @@ def _is_read_only(data: Any) -> bool:
 def _holds_tensors(target: Any) -> bool:
     if is_tensor_leaf(target):
         return True
-    if isinstance(target, Frozen):
+    if isinstance(target, (Frozen, HeldBy)):
         return _holds_tensors(target.tree)
+    if isinstance(target, ExpertParallel):
+        return _holds_tensors(target.state)
     if isinstance(target, PerRank):
         return _holds_tensors(target.value)
     if isinstance(target, dict):

@@ -26,6 +26,7 @@ from ckptstore.errors import (
     NotFoundError,
     StoreUnavailableError,
 )
+from ckptstore.experts import check_experts
 from ckptstore.history import AbandonEntry, CommitEntry, History, PublishEntry
 from ckptstore.journal import Journal, new_id
 from ckptstore.manifest import (
@@ -40,8 +41,7 @@ from ckptstore.manifest import (
     part_key,
 )
 from ckptstore.outcome import abandon_reason, fenced, refused
-from ckptstore.skeleton import find_ledger
-from ckptstore.state import tensor_names
+from ckptstore.skeleton import find_ledger, tensor_names
 from ckptstore.store.base import Store
 from ckptstore.tablefile import decode_index, decode_part, encode_index
 from ckptstore.wire import canonical, digest_of
@@ -171,6 +171,7 @@ class Committer:
             roles.setdefault(member.role, []).append(parts[member].part)
         for role, of_role in roles.items():
             check_role(attempt, role, of_role)
+            check_experts(attempt, role, of_role)
         try:
             table = merge_tables([received.part.table for received in parts.values()])
         except CorruptError as error:

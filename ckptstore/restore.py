@@ -21,6 +21,7 @@ from ckptstore.manifest import AttemptId, Index, Member, ObjectRef
 from ckptstore.reader import read_leaves
 from ckptstore.skeleton import union
 from ckptstore.store.base import Store
+from ckptstore.tied import join_tied
 
 T = TypeVar("T")
 
@@ -61,7 +62,10 @@ def restore_member(
     binding = _twice(clock, lambda: _fit(store, index, member, size, state))
     binding.check_specs(stored)
     binding.refuse(strict=strict)
-    read = read_leaves(store, index.table, binding.present(stored))
+    leaves, unequal = join_tied(store, index.table, binding.present(stored))
+    binding.mismatched += unequal
+    binding.refuse(strict=strict)
+    read = read_leaves(store, index.table, leaves)
     binding.apply()
     return index, RestoreReport(
         step=index.id.step,

@@ -10,12 +10,61 @@ from typing import Any
 
 from ckptstore.ledger import Ledger
 
-CONTAINERS = ("d", "l", "t", "z", "o")
+CONTAINERS = ("d", "l", "t", "z", "o", "x")
+WRAPPERS = ("z", "o", "x")
+
+
+def escape(name: str) -> str:
+    """`@`, `#` and `%` have meanings of their own in stored names."""
+    return name.replace("%", "%25").replace("@", "%40").replace("#", "%23")
+
+
+def unescape(name: str) -> str:
+    return name.replace("%23", "#").replace("%40", "@").replace("%25", "%")
 
 
 def tag_of(node: Any) -> str:
     """The tag of a skeleton node; `v` for a plain JSON value."""
     return next(iter(node)) if isinstance(node, dict) else "v"
+
+
+def inner(node: Any) -> Any:
+    """What a wrapping node wraps: Frozen, an object with state, a family of experts, PerRank."""
+    tag = tag_of(node)
+    return node["x"][1] if tag == "x" else node[tag]
+
+
+def tensor_names(node: Any) -> Iterator[str]:
+    """Names (without the role) of all tensors below a skeleton node; of tied ones, the first name for each."""
+    tag = tag_of(node)
+    if tag in ("T", "N"):
+        yield node[tag]
+    elif tag == "d":
+        for _, child in node["d"]:
+            yield from tensor_names(child)
+    elif tag in ("l", "t"):
+        for child in node[tag]:
+            yield from tensor_names(child)
+    elif tag == "p" or tag in WRAPPERS:
+        yield from tensor_names(inner(node))
+
+
+def tensor_paths(node: Any, path: str) -> list[str]:
+    """Where the tensors below a node stand in the state; `path` is the node's own place."""
+    tag = tag_of(node)
+    if tag in ("T", "N"):
+        return [path]
+    if tag == "d":
+        children = [(escape(str(key)), child) for key, child in node["d"]]
+    elif tag in ("l", "t"):
+        children = [(str(number), child) for number, child in enumerate(node[tag])]
+    elif tag == "p" or tag in WRAPPERS:
+        return tensor_paths(inner(node), path)
+    else:
+        return []
+    return [
+        found for key, child in children for found in tensor_paths(child, f"{path}.{key}" if path else key)
+    ]
 
 
 def has_tensors(node: Any) -> bool:
@@ -26,7 +75,7 @@ def has_tensors(node: Any) -> bool:
         return any(has_tensors(child) for _, child in node["d"])
     if tag in ("l", "t"):
         return any(has_tensors(child) for child in node[tag])
-    return tag in ("p", "z", "o") and has_tensors(node[tag])
+    return (tag == "p" or tag in WRAPPERS) and has_tensors(inner(node))
 
 
 def common_values(node: Any, path: str = "") -> list[tuple[str, Any]]:
@@ -48,8 +97,10 @@ def _common(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif tag in ("l", "t") and has_tensors(node):
         for number, child in enumerate(node[tag]):
             yield from _common(child, f"{path}.{number}")
-    elif tag in ("z", "o"):
-        yield from _common(node[tag], path)
+    elif tag in WRAPPERS:
+        if tag == "x":
+            yield f"the experts of {path or 'the state'}", node["x"][0]
+        yield from _common(inner(node), path)
     else:
         yield path, node
 
@@ -63,8 +114,8 @@ def find_ledger(node: Any) -> Ledger | None:
         children = [child for _, child in node["d"]]
     elif tag in ("l", "t"):
         children = node[tag]
-    elif tag in ("z", "o", "p"):
-        children = [node[tag]]
+    elif tag == "p" or tag in WRAPPERS:
+        children = [inner(node)]
     else:
         return None
     return next((found for child in children if (found := find_ledger(child)) is not None), None)
@@ -88,8 +139,8 @@ def union(nodes: Sequence[Any], *, by_rank: bool = False) -> Any:
         longest = max(len(node[tag]) for node in same)
         places = [[node[tag][n] for node in same if n < len(node[tag])] for n in range(longest)]
         return {tag: [union(found, by_rank=by_rank) for found in places]}
-    if tag in ("z", "o"):
-        return {tag: union([node[tag] for node in same], by_rank=by_rank)}
+    if tag in WRAPPERS:
+        return _wrapped(first, union([inner(node) for node in same], by_rank=by_rank))
     if tag == "p" and by_rank:
         return {"p": {"l": [node["p"] for node in same]}}
     return first
@@ -108,7 +159,13 @@ def prune(node: Any, wanted: Callable[[str], bool], path: str = "") -> Any:
             if found is not None:
                 kept.append([key, found])
         return {"d": kept} if kept else None
-    if tag in ("z", "o"):
-        inner = prune(node[tag], wanted, path)
-        return None if inner is None else {tag: inner}
+    if tag in WRAPPERS:
+        left = prune(inner(node), wanted, path)
+        return None if left is None else _wrapped(node, left)
     return node if wanted(path) else None
+
+
+def _wrapped(node: Any, new: Any) -> Any:
+    """The wrapping node with something else in it."""
+    tag = tag_of(node)
+    return {"x": [node["x"][0], new]} if tag == "x" else {tag: new}

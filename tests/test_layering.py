@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "plan.load",
             "plan.grid",
             "cut",
+            "experts",
             "agreement",
             "intervals",
             "ledger",
@@ -48,13 +49,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("store", "store.base", "store.memory", "store.file", "store.local", "store.probe"),
-        *("clock", "values", "state", "binding", "snapshot", "journal"),
+        *("clock", "values", "held", "pieces", "state", "binding", "snapshot", "journal"),
     ),
     (
         "outcome",
         "writer",
         "reader",
         "interop.tensorstore",
+        "tied",
         "audit",
         "commit",
         "catalog",

@@ -19,8 +19,8 @@ from ckptstore.errors import MissingTensorError, NotFoundError
 from ckptstore.history import History
 from ckptstore.manifest import AttemptId, Index, Part
 from ckptstore.run import Run
-from ckptstore.skeleton import tag_of, union
-from ckptstore.state import decode, tensor_names
+from ckptstore.skeleton import WRAPPERS, inner, tag_of, tensor_names, union
+from ckptstore.state import decode
 from ckptstore.tensor import TensorSpec
 
 PREFIX_ROWS = 60  # of each role: a screen
@@ -188,8 +188,8 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     if tag == "d":
         for key, child in node["d"]:
             yield from _leaves(child, f"{path}.{key}" if path else str(key))
-    elif tag in ("z", "o"):
-        yield from _leaves(node[tag], path)
+    elif tag in WRAPPERS:
+        yield from _leaves(inner(node), path)
     elif tag not in ("T", "N") and not (tag in ("l", "t", "p") and _only_tensors(node)):
         yield path, node
 
@@ -202,7 +202,7 @@ def _only_tensors(node: Any) -> bool:
         return all(_only_tensors(child) for _, child in node["d"])
     if tag in ("l", "t"):
         return bool(node[tag]) and all(_only_tensors(child) for child in node[tag])
-    return tag in ("p", "z", "o") and _only_tensors(node[tag])
+    return (tag == "p" or tag in WRAPPERS) and _only_tensors(inner(node))
 
 
 def _kind(node: Any) -> str:
@@ -216,13 +216,13 @@ def _plain(node: Any) -> Any:
     """The value as plain JSON: tensors by name, a ledger by its counts, what JSON lacks as text."""
     if not isinstance(node, dict):
         return node
-    ((tag, inner),) = node.items()
+    ((tag, held),) = node.items()
     if tag == "d":
-        return {str(key): _plain(child) for key, child in inner}
+        return {str(key): _plain(child) for key, child in held}
     if tag in ("l", "t"):
-        return [_plain(child) for child in inner]
-    if tag in ("p", "z", "o"):
-        return _plain(inner)
+        return [_plain(child) for child in held]
+    if tag == "p" or tag in WRAPPERS:
+        return _plain(inner(node))
     if tag in ("T", "N"):
         return {"tensor": next(tensor_names(node))}
     value = decode(node, None)

@@ -7,7 +7,9 @@ never by name. DTensor placements and what they mean for boxes: docs/explanation
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
@@ -121,13 +123,32 @@ def copy_box_from_bytes(
         target.copy_(chunk)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalShard:
-    """What this rank holds of a distributed tensor: the local tensor, its box and who else holds that box."""
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What two tensors have in common that show the same elements of the same memory, and no others have.
 
-    tensor: torch.Tensor
-    box: Box
+    The storage is known by its own address, not by that of its data: tensors without elements have none.
+    Valid while the tensor lives.
+    """
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalShards:
+    """What this rank holds of a distributed tensor: boxes with views of the local tensor, and who else holds them.
+
+    One box, unless a strided placement left several. `replicas` is empty where nobody else does.
+    """
+
     shape: Shape
+    boxes: tuple[tuple[Box, torch.Tensor], ...]
     replicas: tuple[int, ...]
 
 
@@ -135,11 +156,11 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "DTensor" and hasattr(tensor, "placements")
 
 
-def local_shard(tensor: Any, rank: int, where: str) -> LocalShard:
-    """The local shard of a DTensor whose mesh ranks are the role's ranks.
+def local_shards(tensor: Any, rank: int, where: str) -> LocalShards:
+    """The boxes of a DTensor that this rank holds, on a mesh (or a slice of one) of the role's ranks.
 
-    Shard splits as torch.chunk does: ceil(n / parts) elements a rank, the last ones fewer or none.
-    Partial is refused (it has no value yet), and so are strided shards.
+    Every placement but Partial, which has no value yet. On each dimension the local tensor is a list of
+    runs of global indices, which each mesh dimension splits further; runs of several dimensions make boxes.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -158,37 +179,78 @@ def local_shard(tensor: Any, rank: int, where: str) -> LocalShard:
             rank=rank,
         )
     shape: Shape = tuple(tensor.shape)
-    offset, extent = [0] * len(shape), list(shape)
-    select: list[Any] = []
-    for dim, placement in enumerate(tensor.placements):
+    runs = [[range(extent)] for extent in shape]
+    select: list[Any] = [slice(None)] * ranks.dim()
+    for dim in _split_order(tensor):
+        placement = tensor.placements[dim]
         kind = type(placement).__name__
         if kind == "Replicate":
-            select.append(slice(None))
             continue
-        if kind != "Shard":
+        if kind not in ("Shard", "_StridedShard"):
+            reason = "holds sums that are not added up yet" if "Partial" in kind else "is of an unknown kind"
             raise InvalidInputError(
-                f"{where} is a DTensor with placement {placement}, which cannot be saved: redistribute it to "
-                f"Shard or Replicate first",
+                f"{where} is a DTensor with placement {placement}, which {reason} and cannot be saved: redistribute "
+                f"it to Shard or Replicate first",
                 name=where,
             )
         axis, parts, at = placement.dim % len(shape), mesh.size(dim), coordinate[dim]
-        step = -(-extent[axis] // parts)
-        begin = min(step * at, extent[axis])
-        offset[axis] += begin
-        extent[axis] = min(step, extent[axis] - begin)
-        select.append(at)
-    box = Box(offset=tuple(offset), shape=tuple(extent))
+        runs[axis] = _take(runs[axis], parts, at, getattr(placement, "split_factor", 1))
+        select[dim] = at
     local = tensor.to_local()
-    if tuple(local.shape) != box.shape:
+    held = tuple(sum(map(len, runs_of)) for runs_of in runs)
+    if tuple(local.shape) != held:
         raise InvalidInputError(
             f"{where} is a DTensor whose local tensor has shape {tuple(local.shape)}, where its placements "
-            f"{tensor.placements} give {box.shape}: redistribute it first",
+            f"{tensor.placements} give {held}: redistribute it first",
             name=where,
         )
     replicas = tuple(sorted(int(r) for r in ranks[tuple(select)].flatten().tolist()))
-    return LocalShard(
-        tensor=local, box=box, shape=shape, replicas=replicas if len(replicas) > 1 and box.numel else ()
+    return LocalShards(
+        shape=shape,
+        boxes=tuple(_boxes(local.detach(), runs)),
+        replicas=replicas if len(replicas) > 1 and local.numel() else (),
     )
+
+
+def _split_order(tensor: Any) -> list[int]:
+    """The mesh dimensions in the order in which they split the tensor: left to right, unless it says otherwise."""
+    order = [dim for entry in getattr(tensor._spec, "shard_order", None) or () for dim in entry.mesh_dims]
+    return order + [dim for dim in range(len(tensor.placements)) if dim not in order]
+
+
+def _take(runs: list[range], parts: int, at: int, split: int) -> list[range]:
+    """Part `at` of each of `split` parts of the listed indices, as torch.chunk cuts; adjacent runs are joined."""
+    length = sum(map(len, runs))
+    taken: list[range] = []
+    for whole in (_chunk(0, length, split, n) for n in range(split)):
+        part = _chunk(whole.start, len(whole), parts, at)
+        start = 0
+        for run in runs:
+            lo, hi = max(part.start, start), min(part.stop, start + len(run))
+            if lo < hi:
+                found = run[lo - start : hi - start]
+                if taken and taken[-1].stop == found.start:
+                    found = range(taken.pop().start, found.stop)
+                taken.append(found)
+            start += len(run)
+    return taken or [range(runs[-1].stop, runs[-1].stop)]
+
+
+def _chunk(start: int, length: int, parts: int, at: int) -> range:
+    step = -(-length // parts)
+    return range(start + min(step * at, length), start + min(step * (at + 1), length))
+
+
+def _boxes(local: torch.Tensor, runs: list[list[range]]) -> Iterator[tuple[Box, torch.Tensor]]:
+    """One box for each choice of a run on each dimension, with its part of the local tensor."""
+    starts = [list(accumulate(map(len, runs_of), initial=0)) for runs_of in runs]
+    for chosen in product(*(range(len(runs_of)) for runs_of in runs)):
+        view = local
+        for axis, n in enumerate(chosen):
+            if len(runs[axis]) > 1:
+                view = view.narrow(axis, starts[axis][n], len(runs[axis][n]))
+        held = [runs_of[n] for runs_of, n in zip(runs, chosen, strict=True)]
+        yield Box(offset=tuple(r.start for r in held), shape=tuple(map(len, held))), view
 
 
 def broadcast_json(message: dict[str, str], group: Any) -> dict[str, str]:

@@ -186,6 +186,7 @@ def test_the_tags_are_those_on_the_page() -> None:
         "p": ckptstore.PerRank(1),
         "z": ckptstore.Frozen({}),
         "o": Holder(),
+        "x": ckptstore.ExpertParallel({}, "layers.*.{expert}", 2, experts=[]),
         "ledger": ckptstore.Ledger(),
         "f": float("inf"),
         "i": 1 << 63,

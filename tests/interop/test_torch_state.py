@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_all_named_and_nothing_changes() -> None:
     before = bits(copy.deepcopy(fresh_state.state_dict()))
     del saved["model"]["first.bias"]
     saved["optimizer"]["state"]["late.weight"]["exp_avg"] = torch.zeros(3)
-    saved["optimizer"]["groups"][1]["params"].remove("norm.bias")
+    saved["optimizer"]["groups"][1]["params"].pop("norm.bias")
     saved["model"]["late.weight"] = saved["model"]["late.weight"].double()
     with pytest.raises(LayoutMismatchError) as found:
         fresh_state.load_state_dict(saved)

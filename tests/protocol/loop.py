@@ -28,12 +28,12 @@ from ckptstore.errors import (
     OutcomeUnknownError,
     StoreUnavailableError,
 )
+from ckptstore.held import Frozen, PerRank
 from ckptstore.history import History, MarkEntry
 from ckptstore.incarnation import Incarnation, Token, begin
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, Index, Part, part_key
 from ckptstore.publish import Publisher
-from ckptstore.state import Frozen, PerRank
 from ckptstore.testing.simulated import Chances
 from ckptstore.testing.simulation import Simulation
 from tests.protocol.oracle import FROZEN, BrokenPromiseError, Oracle, code_of, need

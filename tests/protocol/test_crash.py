@@ -18,9 +18,9 @@ import ckptstore
 from ckptstore import incarnation
 from ckptstore.checkpointer import Checkpointer
 from ckptstore.errors import AlreadyExistsError, NotFoundError
+from ckptstore.held import Frozen, PerRank
 from ckptstore.incarnation import begin
 from ckptstore.publish import Publisher, Subscriber
-from ckptstore.state import Frozen, PerRank
 from ckptstore.store.memory import MemoryStore
 from ckptstore.testing.simulated import mounted
 from ckptstore.testing.simulation import Simulation

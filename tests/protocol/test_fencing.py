@@ -27,11 +27,11 @@ from ckptstore.errors import (
     RunInUseError,
     StoreUnavailableError,
 )
+from ckptstore.held import PerRank
 from ckptstore.history import History
 from ckptstore.incarnation import ALIVE_S, BEAT_S, Incarnation, begin
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, Member, part_key
-from ckptstore.state import PerRank
 from ckptstore.store.memory import MemoryStore
 from ckptstore.testing.clock import FakeClock
 from ckptstore.testing.faults import Call, Fault, FaultStore

@@ -95,11 +95,9 @@ def reshard(rank: int, world: Callable[[int], tuple[Any, DeviceMesh]], url: str)
 
 
 def refused(mesh: DeviceMesh, rank: int) -> None:
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     local = torch.ones(2, 2)
     ckpt_of = ckptstore.state.flatten
-    for placement in (Partial(), _StridedShard(0, split_factor=2)):
+    for placement in (Partial(), Partial("max")):
         tensor = DTensor.from_local(local, mesh, (placement,), run_check=False, shape=(4, 2), stride=(2, 1))
         try:
             ckpt_of({"inner": {"bad": tensor}}, role="trainer", rank=rank)

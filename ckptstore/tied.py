@@ -1,0 +1,75 @@
+"""Targets that are one tensor under several names, and whether what was saved fits that.
+
+Weights that are tied when they are saved are stored once. A target may be tied where the checkpoint is
+not; then its one tensor can only be filled if both stored ones are equal, which is found out before
+anything is changed. Argued in docs/explanation/layouts.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.chunktable import ChunkTable
+from ckptstore.pieces import memory_of
+from ckptstore.reader import read_leaves
+from ckptstore.state import TensorLeaf
+from ckptstore.store.base import Store
+from ckptstore.tensor import itemsize
+
+
+def join_tied(
+    store: Store, table: ChunkTable, leaves: Sequence[TensorLeaf]
+) -> tuple[list[TensorLeaf], list[str]]:
+    """The leaves with each memory once, and what does not fit: names that are tied here but saved unequal.
+
+    Reads nothing unless two stored tensors were cut differently or differ somewhere.
+    """
+    first: dict[Any, TensorLeaf] = {}
+    kept, problems, judged = list[TensorLeaf](), list[str](), set[tuple[str, str]]()
+    for leaf in leaves:
+        other = first.setdefault((leaf.box, memory_of(leaf.data)), leaf) if leaf.box.numel else leaf
+        if other is leaf:
+            kept.append(leaf)
+            continue
+        names = (other.spec.name, leaf.spec.name)
+        if names[0] == names[1] or names in judged or _equal(store, table, other, leaf):
+            continue
+        judged.add(names)
+        problems.append(
+            f"{names[0]} and {names[1]} are one tensor here but were saved with different values: untie them, or ask "
+            f"for one of them only"
+        )
+    return kept, problems
+
+
+def _equal(store: Store, table: ChunkTable, one: TensorLeaf, two: TensorLeaf) -> bool:
+    if _chunks(table, one.spec.name) == _chunks(table, two.spec.name):
+        return True
+    return bool(np.array_equal(_read(store, table, one), _read(store, table, two)))
+
+
+def _chunks(table: ChunkTable, name: str) -> set[tuple[Any, bytes]]:
+    number = next(n for n, spec in enumerate(table.tensors) if spec.name == name)
+    rows = np.flatnonzero(table.tensor == number).tolist()
+    return {(table.box(row), table.digest[row].tobytes()) for row in rows}
+
+
+def _read(store: Store, table: ChunkTable, leaf: TensorLeaf) -> npt.NDArray[np.uint8]:
+    """The stored bytes of the leaf's box, in memory of their own."""
+    data = np.empty(leaf.box.numel * itemsize(leaf.spec.dtype), np.uint8)
+    if isinstance(leaf.data, np.ndarray):
+        scratch: Any = data.view(leaf.data.dtype).reshape(leaf.box.shape)
+    else:
+        from ckptstore.interop.torch_tensor import from_bytes
+
+        scratch = from_bytes(data, leaf.spec.dtype, leaf.box.shape)
+    read_leaves(
+        store,
+        table,
+        [TensorLeaf(spec=leaf.spec, box=leaf.box, data=scratch, replicas=None, frozen=False)],
+    )
+    return data
