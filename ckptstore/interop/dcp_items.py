@@ -19,8 +19,9 @@ from ckptstore.errors import InvalidInputError
 from ckptstore.interop.dcp_names import is_terminal, tags_in
 from ckptstore.interop.torch_tensor import byte_view, check_dense, copy_to_bytes, dtype_name
 from ckptstore.plan.save import CHUNK_NBYTES
+from ckptstore.skeleton import WRAPPERS, escape
 from ckptstore.snapshot import StagedChunk, copy_box
-from ckptstore.state import TensorLeaf, escape, flatten
+from ckptstore.state import TensorLeaf, flatten
 from ckptstore.tensor import Box, TensorSpec, halve, itemsize
 
 
@@ -99,7 +100,9 @@ def _value(item: pl.WriteItem, planner: pl.SavePlanner, *, role: str, rank: int)
     value = find(item.index)
     flat = flatten({fqn: value}, role=role, rank=rank)
     ((_, node),) = flat.skeleton["d"]
-    if tags_in(node) & {"o", "p", "z"} or any(leaf.box != Box.whole(leaf.spec.shape) for leaf in flat.leaves):
+    if tags_in(node) & {"p", *WRAPPERS} or any(
+        leaf.box != Box.whole(leaf.spec.shape) for leaf in flat.leaves
+    ):
         raise InvalidInputError(
             f"{fqn} holds an object with a state_dict, a shard or a wrapper of ckptstore's: in a DCP state put "
             f"it at the top, or save its state_dict()",

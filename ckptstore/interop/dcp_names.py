@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 from ckptstore.errors import InvalidInputError
 from ckptstore.layout import layout_digest
 from ckptstore.manifest import AttemptId
-from ckptstore.skeleton import tag_of
+from ckptstore.skeleton import WRAPPERS, inner, tag_of
 
 Path = tuple[str | int, ...]
 
@@ -91,12 +91,12 @@ def _place(root: dict[str | int, Any], path: Path, node: Any) -> bool:
     """Put the node at its path; False, and nothing changed, when a leaf or another kind of container is in the way."""
     at = root
     for key, following in pairwise(path):
-        inner = at.get(key)
-        if inner is None:
+        found = at.get(key)
+        if found is None:
             break
-        if isinstance(inner, _Leaf) or any(type(other) is not type(following) for other in inner):
+        if isinstance(found, _Leaf) or any(type(other) is not type(following) for other in found):
             return False
-        at = inner
+        at = found
     else:
         if path[-1] in at:
             return False
@@ -107,10 +107,10 @@ def _place(root: dict[str | int, Any], path: Path, node: Any) -> bool:
     return True
 
 
-def _encode(inner: Any, *, as_list: bool) -> Any:
-    if isinstance(inner, _Leaf):
-        return inner.node
-    children = {key: _encode(child, as_list=_is_list(child)) for key, child in inner.items()}
+def _encode(placed: Any, *, as_list: bool) -> Any:
+    if isinstance(placed, _Leaf):
+        return placed.node
+    children = {key: _encode(child, as_list=_is_list(child)) for key, child in placed.items()}
     if as_list:  # what no rank saved is None, as in torch's own nesting
         return {"l": [children.get(n) for n in range(max(children) + 1)]}
     return {"d": [[key, child] for key, child in children.items()]}
@@ -170,9 +170,8 @@ def is_terminal(node: Any, whole_objects: bool) -> bool:
 
 
 def _unwrapped(node: Any, whole_objects: bool) -> Any:
-    tags = ("z",) if whole_objects else ("z", "o")
-    while tag_of(node) in tags:
-        node = node[tag_of(node)]
+    while tag_of(node) in WRAPPERS and not (whole_objects and tag_of(node) == "o"):
+        node = inner(node)
     return node
 
 
@@ -184,6 +183,6 @@ def tags_in(node: Any) -> set[str]:
         children = [child for _, child in node["d"]]
     elif tag in ("l", "t"):
         children = node[tag]
-    elif tag in ("z", "o", "p"):
-        children = [node[tag]]
+    elif tag == "p" or tag in WRAPPERS:
+        children = [inner(node)]
     return {tag}.union(*(tags_in(child) for child in children))

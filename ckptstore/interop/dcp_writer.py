@@ -28,7 +28,7 @@ from ckptstore.interop.dcp_items import Item, resolve
 from ckptstore.interop.dcp_member import DcpMember, Ticket, take_ticket
 from ckptstore.interop.dcp_names import nest, step_of
 from ckptstore.manifest import AttemptId
-from ckptstore.state import escape
+from ckptstore.skeleton import escape
 from ckptstore.store.base import Store, open_store
 
 COMMIT_TIMEOUT_S = (
