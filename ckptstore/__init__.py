@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from ckptstore.checkpointer import Checkpointer as Checkpointer
     from ckptstore.checkpointer import SaveHandle as SaveHandle
+    from ckptstore.difference import Difference as Difference
+    from ckptstore.difference import diff as diff
     from ckptstore.errors import AlreadyExistsError as AlreadyExistsError
     from ckptstore.errors import BudgetExceededError as BudgetExceededError
     from ckptstore.errors import CkptStoreError as CkptStoreError
@@ -51,6 +53,7 @@ __version__ = "0.1.0"
 
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "ckptstore.checkpointer": ("Checkpointer", "SaveHandle"),
+    "ckptstore.difference": ("Difference", "diff"),
     "ckptstore.errors": (
         "AlreadyExistsError",
         "BudgetExceededError",

@@ -28,6 +28,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "plan.save",
             "plan.load",
             "plan.grid",
+            "plan.diff",
+            "grouping",
+            "elements",
             "cut",
             "experts",
             "agreement",
@@ -49,7 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         *("store", "store.base", "store.memory", "store.file", "store.local", "store.probe"),
-        *("clock", "values", "held", "pieces", "state", "binding", "snapshot", "journal"),
+        *("clock", "values", "held", "pieces", "state", "plainvalue", "binding", "snapshot", "journal"),
     ),
     (
         "outcome",
@@ -72,6 +75,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "checkpointer",
         "publish",
         "run",
+        "difference",
         "recovery.coordinator",
         *("interop.dcp_names", "interop.dcp_items", "interop.dcp_member"),
         *("interop.dcp_writer", "interop.dcp_reader", "interop.dcp"),

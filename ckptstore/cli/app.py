@@ -16,11 +16,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text: quick to start, and examples keep their lines
     help=(
-        "Checkpoints of RL post-training runs: list them, look into them, verify them.\n\n"
+        "Checkpoints of RL post-training runs: list them, look into them, compare and verify them.\n\n"
         "\b\n"
         "  ckptstore ls runs/7                 which checkpoints there are\n"
         "  ckptstore show runs/7               what the newest one holds\n"
         "  ckptstore verify runs/7             read everything and compare digests\n"
+        "  ckptstore diff runs/7               what the newest checkpoint changed\n"
         "  ckptstore demo --report out.html    an RL loop that is killed and comes back\n\n"
         "Data goes to stdout, progress to stderr; --json gives the same fields to programs. Exit codes: 0 fine, "
         "1 a problem was found, 2 usage, 3 the store is unavailable."
@@ -93,6 +94,67 @@ def _show(
     from ckptstore.cli.show import show_checkpoint
 
     return show_checkpoint(url, step=step, role=role, tensors=tensors, names=names or [], as_json=as_json)
+
+
+@app.command("diff", short_help="What differs between two checkpoints.")
+@reporting
+def _diff(
+    url: Url,
+    other: Annotated[
+        str | None, typer.Argument(metavar="URL", help="A second run; the same run by default.")
+    ] = None,
+    step: Annotated[
+        list[int] | None, typer.Option(help="Which checkpoint; give it twice for both, in order.")
+    ] = None,
+    role: Annotated[str | None, typer.Option(help="Only this role, such as trainer.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Only tensors and values with such names; may be repeated."),
+    ] = None,
+    by: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="Group by prefix, tensor, layer (layers.3), expert (experts.3), or a pattern such as 'blocks.{}'.",
+        ),
+    ] = "prefix",
+    stacked: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Tensors whose rows of dimension 0 are experts; for --by expert."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Compare two checkpoints of one run, or of two: tensors, elements, and values that are no tensors.
+
+    One run: by default the newest good checkpoint and the one before it; with one --step, that one and the
+    newest. Two runs: the newest of each, or the same --step of both. The first is BEFORE, the second AFTER.
+
+    Whole chunks with equal checksums are settled without reading their data; the rest is read, verified and
+    compared in bounded memory, also where the two were saved in different layouts. An element is changed when
+    its bits are. LARGEST is the largest distance of two values; elements that are NaN on a side are changed
+    (if their bits are), counted under NAN, and have no distance. SHARE is the share of elements changed.
+
+    \b
+    Examples:
+      ckptstore diff runs/7
+      ckptstore diff runs/7 --step 1100 --step 1200 --by layer
+      ckptstore diff runs/7 runs/8 --step 1200 --names 'model.*' --by tensor
+      ckptstore diff runs/7 --by expert --stacked '*.experts.w*'
+      ckptstore diff runs/7 --json | jq '.groups[] | select(.nan > 0) | .name'
+
+    Exit code 0: they are equal; 1: they differ, or one cannot be read (then stdout is empty).
+    """
+    from ckptstore.cli.diff import diff_checkpoints
+
+    return diff_checkpoints(
+        [url] if other is None else [url, other],
+        steps=step or (),
+        role=role,
+        names=names or (),
+        by=by,
+        stacked=stacked or (),
+        as_json=as_json,
+    )
 
 
 @app.command("verify", short_help="Read everything, compare every digest.")

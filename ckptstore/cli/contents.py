@@ -18,9 +18,9 @@ from ckptstore.cli.prefixes import prefix_rows
 from ckptstore.errors import MissingTensorError, NotFoundError
 from ckptstore.history import History
 from ckptstore.manifest import AttemptId, Index, Part
+from ckptstore.plainvalue import kind_of, plain_value, value_leaves
 from ckptstore.run import Run
-from ckptstore.skeleton import WRAPPERS, inner, tag_of, tensor_names, union
-from ckptstore.state import decode
+from ckptstore.skeleton import union
 from ckptstore.tensor import TensorSpec
 
 PREFIX_ROWS = 60  # of each role: a screen
@@ -178,60 +178,6 @@ def _values(role: str, parts: Sequence[Part], patterns: Sequence[str]) -> Iterat
     """Every leaf that is no tensor, with its dotted name; PerRank ones as a list, an item a rank."""
     own = sorted((p for p in parts if p.member.role == role), key=lambda p: p.member.rank)
     node = union([part.state for part in own], by_rank=True)
-    for name, value in _leaves(node, ""):
+    for name, value in value_leaves(node):
         if _matches(name, patterns):
-            yield {"role": role, "name": name, "kind": _kind(value), "value": _plain(value)}
-
-
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    tag = tag_of(node)
-    if tag == "d":
-        for key, child in node["d"]:
-            yield from _leaves(child, f"{path}.{key}" if path else str(key))
-    elif tag in WRAPPERS:
-        yield from _leaves(inner(node), path)
-    elif tag not in ("T", "N") and not (tag in ("l", "t", "p") and _only_tensors(node)):
-        yield path, node
-
-
-def _only_tensors(node: Any) -> bool:
-    tag = tag_of(node)
-    if tag in ("T", "N"):
-        return True
-    if tag == "d":
-        return all(_only_tensors(child) for _, child in node["d"])
-    if tag in ("l", "t"):
-        return bool(node[tag]) and all(_only_tensors(child) for child in node[tag])
-    return (tag == "p" or tag in WRAPPERS) and _only_tensors(inner(node))
-
-
-def _kind(node: Any) -> str:
-    kinds = {"l": "list", "t": "tuple", "p": "per rank", "ledger": "ledger", "f": "float", "c": "complex"}
-    kinds |= {"b": "bytes", "n": "numpy", "i": "int", "s": "str"}
-    tag = tag_of(node)
-    return kinds.get(tag, "none" if node is None else type(node).__name__)
-
-
-def _plain(node: Any) -> Any:
-    """The value as plain JSON: tensors by name, a ledger by its counts, what JSON lacks as text."""
-    if not isinstance(node, dict):
-        return node
-    ((tag, held),) = node.items()
-    if tag == "d":
-        return {str(key): _plain(child) for key, child in held}
-    if tag in ("l", "t"):
-        return [_plain(child) for child in held]
-    if tag == "p" or tag in WRAPPERS:
-        return _plain(inner(node))
-    if tag in ("T", "N"):
-        return {"tensor": next(tensor_names(node))}
-    value = decode(node, None)
-    if tag == "ledger":
-        return {"seed": value.seed, "frontier": value.frontier, **value.counts()}
-    if isinstance(value, bytes):
-        return {"nbytes": len(value)}
-    if isinstance(value, int):
-        return hex(value)  # beyond 64 bits, which few readers of JSON hold
-    if isinstance(value, np.generic) and not np.iscomplexobj(value) and np.isfinite(value):
-        return value.item()
-    return str(value).encode("utf-8", "backslashreplace").decode()
+            yield {"role": role, "name": name, "kind": kind_of(value), "value": plain_value(value)}

@@ -7,21 +7,14 @@ level by level and the largest first, until the tree has as many rows as asked f
 from __future__ import annotations
 
 import heapq
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from ckptstore.grouping import pattern_of
 from ckptstore.tensor import Shape, TensorSpec
-
-_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)|(?<=#)\d+")
-
-
-def pattern_of(name: str) -> str:
-    """The name with `*` in place of each number between dots, and of the rank of per-rank tensors."""
-    return _NUMBER.sub("*", name)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.cli.output import Column, progress_bar, size_text, table_lines
-from ckptstore.cli.prefixes import pattern_of, prefix_rows
+from ckptstore.cli.prefixes import prefix_rows
+from ckptstore.grouping import pattern_of
 from ckptstore.tensor import TensorSpec
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")

@@ -19,7 +19,7 @@ from ckptstore.manifest import Index
 from tests.cli.commands import Ended, command, run, spawn
 from tests.cli.runs import ROSTER
 
-READING = ("ls", "show", "verify")
+READING = ("ls", "show", "verify", "diff")
 
 
 def section(text: str, title: str) -> list[list[str]]:
@@ -342,4 +342,5 @@ def test_version_and_help() -> None:
 def test_json_is_json_alone(run_url: str) -> None:
     for name in READING:
         ended = spawn(name, run_url, "--json")
-        assert json.loads(ended.out)["url"].startswith("file:///") and ended.err == ""
+        told = json.loads(ended.out)
+        assert told.get("before", told)["url"].startswith("file:///") and ended.err == ""
