@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ckptstore.ledger import Ledger as Ledger
     from ckptstore.manifest import CheckpointInfo as CheckpointInfo
     from ckptstore.manifest import PublicationId as PublicationId
+    from ckptstore.mapping import TensorMap as TensorMap
     from ckptstore.publish import Publisher as Publisher
     from ckptstore.publish import Subscriber as Subscriber
     from ckptstore.run import Run as Run
@@ -79,6 +80,7 @@ _NAMES: Final[dict[str, tuple[str, ...]]] = {
     "ckptstore.interop.torch_state": ("torch_state",),
     "ckptstore.ledger": ("Ledger",),
     "ckptstore.manifest": ("CheckpointInfo", "PublicationId"),
+    "ckptstore.mapping": ("TensorMap",),
     "ckptstore.publish": ("Publisher", "Subscriber"),
     "ckptstore.run": ("Run", "open"),
 }

@@ -29,6 +29,7 @@ from ckptstore.pieces import describe
 from ckptstore.skeleton import WRAPPERS, has_tensors, inner, tag_of, tensor_paths
 from ckptstore.state import TensorLeaf, decode, has_state_dict, unwrap
 from ckptstore.tensor import TensorSpec
+from ckptstore.translation import Translation
 
 KEEP = object()
 SHOWN = 20
@@ -71,6 +72,21 @@ class Binding:
                     f"{spec.name} was saved as {stored.dtype}{list(stored.shape)}, the target is "
                     f"{spec.dtype}{list(spec.shape)}"
                 )
+
+    def check_translated(self, translation: Translation) -> dict[str, TensorSpec]:
+        """As `check_specs`, under a mapping's names; notes also what it cannot make. The specs of what is there."""
+        specs: dict[str, TensorSpec] = {}
+        unmade: set[str] = set()
+        for name, wanted in {leaf.spec.name: leaf.spec for leaf in self.leaves}.items():
+            spec = translation.spec(name)
+            if spec is not None:
+                specs[name] = spec
+            elif translation.has(name):
+                unmade.add(name)
+                specs[name] = wanted  # told by the translation's problems, not as missing
+        self.check_specs(specs)
+        self.mismatched.extend(translation.problems)
+        return {name: spec for name, spec in specs.items() if name not in unmade}
 
     def refuse(self, *, strict: bool = True) -> None:
         """Raise one error that lists all that is missing (if strict) or of another kind, or return."""

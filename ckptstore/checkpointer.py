@@ -30,6 +30,7 @@ from ckptstore.errors import (
 from ckptstore.incarnation import Incarnation, Token, begin
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, CheckpointInfo, Member, Part
+from ckptstore.mapping import TensorMap
 from ckptstore.restore import RestoreReport, mark_bad, restore_member
 from ckptstore.store.base import Store, open_store
 from ckptstore.writer import Baseline
@@ -280,14 +281,18 @@ class Checkpointer:
 
     # -- restore
 
-    def restore(self, state: dict[str, Any], *, strict: bool = True) -> int | None:
+    def restore(
+        self, state: dict[str, Any], *, strict: bool = True, mapping: TensorMap | None = None
+    ) -> int | None:
         """Fill `state` in place from the incarnation's recovery point and return its step; None on a fresh start.
 
         Tensors are written in place, other leaves replaced in their containers. What is asked for and
         missing, or saved as another kind, dtype or shape, is raised in one error that lists all of it,
         before any target is changed; `strict=False` skips what is missing and lists it in
-        `last_restore`. CorruptError: damaged data, read twice, now marked bad in the journal, so that
-        the next incarnation restores an older checkpoint; the targets must not be used.
+        `last_restore`. `mapping` makes the state's tensors of those of a checkpoint that was saved under other
+        names or in other arrangements (docs/how-to/mappings.md). CorruptError: damaged data, read twice, now
+        marked bad in the journal, so that the next incarnation restores an older checkpoint; the targets must
+        not be used.
         """
         self._check_open()
         origin = self._token.origin.checkpoint
@@ -308,6 +313,7 @@ class Checkpointer:
                 state=state,
                 strict=strict,
                 clock=self._clock,
+                mapping=mapping,
             )
         except CorruptError as error:
             mark_bad(self._journal, origin, error)

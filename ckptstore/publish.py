@@ -23,10 +23,13 @@ from ckptstore.history import CHECKPOINT, History, PublishEntry
 from ckptstore.incarnation import Incarnation, Token
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, Member, PublicationId
+from ckptstore.mapping import TensorMap
 from ckptstore.outcome import fenced
 from ckptstore.reader import read_leaves
 from ckptstore.skeleton import union
 from ckptstore.store.base import open_store
+from ckptstore.stored_leaves import read_translated
+from ckptstore.translation import Translation
 
 
 class Publisher:
@@ -191,10 +194,13 @@ class Subscriber:
         """Is this version on the lineage of the newest fence? Work of any other is dropped (protocol R30)."""
         return self._catalog.history.version_on_lineage(id.fence, id.number)
 
-    def load(self, id: PublicationId, into: dict[str, Any]) -> LoadReport:
+    def load(
+        self, id: PublicationId, into: dict[str, Any], *, mapping: TensorMap | None = None
+    ) -> LoadReport:
         """Fill `into` in place with the publication's full tensors, each chunk verified.
 
-        NotFoundError: the journal has no such publication. MissingTensorError, LayoutMismatchError (before
+        `mapping` makes the tensors of `into` of those of a publication in another naming. NotFoundError: the
+        journal has no such publication. MissingTensorError, LayoutMismatchError (before
         any target is touched), CorruptError: then the targets must not be used.
         """
         entry = next((p for p in self._catalog.history.fold.publications if p.id == id), None)
@@ -208,9 +214,17 @@ class Subscriber:
             raise CorruptError(f"publication {id} has no part: publish it again", key=entry.index.key)
         saved = union([read_part(self._catalog.store, ref).state for ref in refs])
         binding = Binding(role=refs[0].member.role, rank=0, per_rank=False)
-        binding.bind(into, saved)
-        binding.check_specs({spec.name: spec for spec in index.table.tensors})
-        binding.refuse()
-        report = read_leaves(self._catalog.store, index.table, binding.leaves)
+        specs = {spec.name: spec for spec in index.table.tensors}
+        if mapping is None:
+            binding.bind(into, saved)
+            binding.check_specs(specs)
+            binding.refuse()
+            report = read_leaves(self._catalog.store, index.table, binding.leaves)
+        else:
+            translation = Translation(mapping, saved, specs, role=binding.role)
+            binding.bind(into, translation.skeleton)
+            binding.check_translated(translation)
+            binding.refuse()
+            report = read_translated(self._catalog.store, index.table, translation, binding.leaves)
         binding.apply()
         return LoadReport(id=id, nbytes=report.nbytes_wanted, nbytes_read=report.nbytes_read)

@@ -17,11 +17,14 @@ from ckptstore.commit import read_index
 from ckptstore.errors import CkptStoreError, CorruptError, NotFoundError
 from ckptstore.history import History, MarkEntry
 from ckptstore.journal import Journal
-from ckptstore.manifest import AttemptId, Index, Member, ObjectRef
+from ckptstore.manifest import AttemptId, Index, Member, ObjectRef, PartRef
+from ckptstore.mapping import TensorMap
 from ckptstore.reader import read_leaves
 from ckptstore.skeleton import union
 from ckptstore.store.base import Store
+from ckptstore.stored_leaves import find_unequal_scalars, stored_leaves
 from ckptstore.tied import join_tied
+from ckptstore.translation import Translation
 
 T = TypeVar("T")
 
@@ -30,7 +33,11 @@ SECOND_READ_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What a restore did. `unasked`: saved names that the target did not ask for; `skipped`: asked for, not saved."""
+    """What a restore did. `unasked`: saved names that the target did not ask for; `skipped`: asked for, not saved.
+
+    With a mapping, names are those that it gives, and `untaken` are saved tensors that no rule took: they kept
+    their names.
+    """
 
     step: int
     checkpoint: str
@@ -40,6 +47,7 @@ class RestoreReport:
     unasked: tuple[str, ...]
     skipped: tuple[str, ...]
     per_rank_not_given_back: tuple[str, ...]
+    untaken: tuple[str, ...] = ()
 
 
 def restore_member(
@@ -51,6 +59,7 @@ def restore_member(
     state: dict[str, Any],
     strict: bool,
     clock: Clock,
+    mapping: TensorMap | None = None,
 ) -> tuple[Index, RestoreReport]:
     """Fill `state` in place for `member`, one of `size` ranks of its role, from the checkpoint of index `ref`.
 
@@ -59,10 +68,21 @@ def restore_member(
     started = clock.monotonic()
     index = _twice(clock, lambda: read_index(store, ref))
     stored = {spec.name: spec for spec in index.table.tensors}
-    binding = _twice(clock, lambda: _fit(store, index, member, size, state))
-    binding.check_specs(stored)
+    translation = None
+    if mapping is None:
+        binding = _twice(clock, lambda: _fit(store, index, member, size, state))
+        binding.check_specs(stored)
+    else:
+        binding, translation = _twice(
+            clock, lambda: _fit_translated(store, index, member, size, state, mapping)
+        )
+        stored = binding.check_translated(translation)
     binding.refuse(strict=strict)
-    leaves, unequal = join_tied(store, index.table, binding.present(stored))
+    leaves = binding.present(stored)
+    if translation is not None:
+        binding.mismatched += find_unequal_scalars(store, index.table, translation, leaves)
+        leaves = stored_leaves(index.table, translation, leaves)
+    leaves, unequal = join_tied(store, index.table, leaves)
     binding.mismatched += unequal
     binding.refuse(strict=strict)
     read = read_leaves(store, index.table, leaves)
@@ -76,6 +96,7 @@ def restore_member(
         unasked=tuple(sorted(binding.unasked)),
         skipped=tuple(binding.missing),
         per_rank_not_given_back=tuple(binding.not_given_back),
+        untaken=translation.untaken if translation is not None else (),
     )
 
 
@@ -89,14 +110,8 @@ def _twice(clock: Clock, read: Callable[[], T]) -> T:
 
 
 def _fit(store: Store, index: Index, member: Member, size: int, state: dict[str, Any]) -> Binding:
-    refs = {ref.member.rank: ref for ref in index.part_of(member.role)}
-    if not refs:
-        raise NotFoundError(
-            f"checkpoint {index.id} has no role {member.role!r}, only {sorted({r.member.role for r in index.parts})}",
-            role=member.role,
-        )
+    refs, mine = _parts(index, member, size)
     same = len(refs) == size
-    mine = member.rank if same else min(refs)
     parts = [read_part(store, refs[mine]).state]
     binding = Binding(role=member.role, rank=member.rank, per_rank=same)
     binding.bind(state, parts[0])
@@ -107,6 +122,30 @@ def _fit(store: Store, index: Index, member: Member, size: int, state: dict[str,
         binding = Binding(role=member.role, rank=member.rank, per_rank=same)
         binding.bind(state, union(parts))
     return binding
+
+
+def _fit_translated(
+    store: Store, index: Index, member: Member, size: int, state: dict[str, Any], mapping: TensorMap
+) -> tuple[Binding, Translation]:
+    """As `_fit`, onto the state under the mapping's names. One tensor may be made of what many ranks saved."""
+    refs, mine = _parts(index, member, size)
+    parts = [read_part(store, refs[n]).state for n in sorted(refs, key=lambda n: (n != mine, n))]
+    specs = {spec.name: spec for spec in index.table.tensors}
+    translation = Translation(mapping, union(parts), specs, role=member.role)
+    binding = Binding(role=member.role, rank=member.rank, per_rank=len(refs) == size)
+    binding.bind(state, translation.skeleton)
+    return binding, translation
+
+
+def _parts(index: Index, member: Member, size: int) -> tuple[dict[int, PartRef], int]:
+    """The role's parts by rank, and which of them is this member's, or stands for it when their number changed."""
+    refs = {ref.member.rank: ref for ref in index.part_of(member.role)}
+    if not refs:
+        raise NotFoundError(
+            f"checkpoint {index.id} has no role {member.role!r}, only {sorted({r.member.role for r in index.parts})}",
+            role=member.role,
+        )
+    return refs, member.rank if len(refs) == size else min(refs)
 
 
 def mark_bad(journal: Journal, id: AttemptId, error: CorruptError) -> None:

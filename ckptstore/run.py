@@ -25,11 +25,14 @@ from ckptstore.errors import CorruptError, MissingTensorError, NotFoundError, Un
 from ckptstore.history import FenceEntry, History, PublishEntry, SummaryEntry
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, CheckpointInfo, ObjectRef, Part, SegmentRef, journal_key
-from ckptstore.reader import Damage, find_damage, read_leaves
-from ckptstore.skeleton import prune, union
+from ckptstore.mapping import TensorMap
+from ckptstore.reader import Damage, find_damage
+from ckptstore.skeleton import prune, tensor_names, union
 from ckptstore.state import TensorLeaf, decode
 from ckptstore.store.base import Store, open_store
+from ckptstore.stored_leaves import read_translated
 from ckptstore.tensor import Box, TensorSpec
+from ckptstore.translation import Translation
 from ckptstore.wire import canonical, decode_entry, decode_run, digest_of, fold_to_json
 
 if TYPE_CHECKING:
@@ -77,13 +80,19 @@ class Run:
         return checkpoint_info(history, good[-1]) if good else None
 
     def read(
-        self, step: int | None = None, role: str = "trainer", names: str | Sequence[str] | None = None
+        self,
+        step: int | None = None,
+        role: str = "trainer",
+        names: str | Sequence[str] | None = None,
+        *,
+        mapping: TensorMap | None = None,
     ) -> dict[str, Any]:
         """The nested state of one role with full tensors, verified; of the newest checkpoint when `step` is None.
 
         `names`: glob patterns of dotted names; only what matches is read and given. PerRank values come
-        as PerRank of a list, one item a rank. NoCheckpointError, NotFoundError (no such role),
-        MissingTensorError (no name matches), CorruptError.
+        as PerRank of a list, one item a rank. With a `mapping` the state comes, and `names` are meant, as if it had
+        been saved under the names that it gives. NoCheckpointError, NotFoundError (no such role),
+        MissingTensorError (no name matches), LayoutMismatchError (the mapping does not fit), CorruptError.
         """
         id = self.catalog.find(step)
         index = self.catalog.index(id)
@@ -92,6 +101,9 @@ class Run:
             roles = sorted({ref.member.role for ref in index.parts})
             raise NotFoundError(f"checkpoint {id} has no role {role!r}, only {', '.join(roles)}", role=role)
         node = union([read_part(self.catalog.store, ref).state for ref in refs], by_rank=True)
+        specs = {spec.name: spec for spec in index.table.tensors}
+        translation = Translation(mapping or TensorMap(stages=()), node, specs, role=role)
+        node = translation.skeleton
         if names is not None:
             patterns = [names] if isinstance(names, str) else list(names)
             node = prune(node, lambda path: any(fnmatchcase(path, pattern) for pattern in patterns))
@@ -100,10 +112,11 @@ class Run:
                     f"no name of role {role!r} in checkpoint {id} matches {patterns}: list them with ckptstore show",
                     names=tuple(patterns),
                 )
-        specs = {spec.name: spec for spec in index.table.tensors}
+        found = {name: translation.spec(f"{role}/{name}") for name in tensor_names(node)}
+        translation.refuse()
         wanted: dict[str, TensorLeaf] = {}
-        value = decode(node, lambda name, numpy: _allocate(specs[f"{role}/{name}"], numpy, wanted))
-        read_leaves(self.catalog.store, index.table, list(wanted.values()))
+        value = decode(node, lambda name, numpy: _allocate(found[name], numpy, wanted))
+        read_translated(self.catalog.store, index.table, translation, list(wanted.values()))
         return dict(value)
 
     def tensor(
@@ -213,7 +226,9 @@ def _publications(history: History, ids: Sequence[AttemptId], *, served: bool) -
     return [*found, now] if served and now is not None else found
 
 
-def _allocate(spec: TensorSpec, numpy: bool, wanted: dict[str, TensorLeaf]) -> Any:
+def _allocate(spec: TensorSpec | None, numpy: bool, wanted: dict[str, TensorLeaf]) -> Any:
+    if spec is None:
+        raise CorruptError("a state names a tensor that its chunk table lacks: run `ckptstore verify`")
     if spec.name in wanted:
         return wanted[spec.name].data
     data: Any

@@ -140,7 +140,7 @@ def union(nodes: Sequence[Any], *, by_rank: bool = False) -> Any:
         places = [[node[tag][n] for node in same if n < len(node[tag])] for n in range(longest)]
         return {tag: [union(found, by_rank=by_rank) for found in places]}
     if tag in WRAPPERS:
-        return _wrapped(first, union([inner(node) for node in same], by_rank=by_rank))
+        return wrapped(first, union([inner(node) for node in same], by_rank=by_rank))
     if tag == "p" and by_rank:
         return {"p": {"l": [node["p"] for node in same]}}
     return first
@@ -161,11 +161,11 @@ def prune(node: Any, wanted: Callable[[str], bool], path: str = "") -> Any:
         return {"d": kept} if kept else None
     if tag in WRAPPERS:
         left = prune(inner(node), wanted, path)
-        return None if left is None else _wrapped(node, left)
+        return None if left is None else wrapped(node, left)
     return node if wanted(path) else None
 
 
-def _wrapped(node: Any, new: Any) -> Any:
+def wrapped(node: Any, new: Any) -> Any:
     """The wrapping node with something else in it."""
     tag = tag_of(node)
     return {"x": [node["x"][0], new]} if tag == "x" else {tag: new}

@@ -39,6 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "history",
             "skeleton",
         ),
+        *("arrangement", "mapping", "tensor_group", "deepseek_v4"),
         *("recovery", "recovery.point", "recovery.machine"),
     ),
     (
@@ -51,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "interop.torch_state",
     ),
     (
+        "translation",
         *("store", "store.base", "store.memory", "store.file", "store.local", "store.probe"),
         *("clock", "values", "held", "pieces", "state", "plainvalue", "binding", "snapshot", "journal"),
     ),
@@ -60,6 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "reader",
         "interop.tensorstore",
         "tied",
+        "stored_leaves",
         "audit",
         "commit",
         "catalog",

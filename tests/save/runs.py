@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import ckptstore
-from ckptstore import Checkpointer, CheckpointInfo, Ledger, PerRank
+from ckptstore import Checkpointer, CheckpointInfo, Ledger, PerRank, TensorMap
 from ckptstore.store.memory import MemoryStore
 
 WAIT_S = 60.0
@@ -54,12 +54,14 @@ def save_all(members: Sequence[Checkpointer], step: int, states: Sequence[dict[s
     return [handle.result(WAIT_S) for handle in handles][-1]
 
 
-def restore(url: Any, *targets: dict[str, Any], strict: bool = True) -> list[Checkpointer]:
+def restore(
+    url: Any, *targets: dict[str, Any], strict: bool = True, mapping: TensorMap | None = None
+) -> list[Checkpointer]:
     """Restore each rank's target by a new incarnation; the Checkpointers, for their reports."""
     with ckptstore.begin(url, {"trainer": len(targets)}) as inc:
         members = [Checkpointer(inc, role="trainer", rank=rank) for rank in range(len(targets))]
         for member, target in zip(members, targets, strict=True):
-            member.restore(target, strict=strict)
+            member.restore(target, strict=strict, mapping=mapping)
     return members
 
 
