@@ -287,3 +287,58 @@ def test_checkpointer_of_another_rank_count_takes_experts_that_many_ranks_saved(
     restore(url, into, mapping=STACKED_FROM_EXPERTS)
     expected = torch.stack([state[f"layers.0.experts.{e}.w2.weight"].T for e in range(EXPERTS)])
     assert torch.equal(into["m"]["model.layers.0.experts.down_proj"], expected)
+
+
+def test_local_experts_of_expert_parallel_ranks_and_flat_ranges_meet_under_a_mapping() -> None:
+    """Experts numbered from 0 on two ranks go into flat ranges of the stacked tensor, and to one expert a rank."""
+    state, url, pattern = experts(), new_url(), "layers.*.experts.{expert}"
+
+    def local(rank: int, held: int, numbers: int) -> dict[str, torch.Tensor]:
+        return {
+            f"layers.0.experts.{e}.{name}.weight": state[
+                f"layers.0.experts.{rank * held + e}.{name}.weight"
+            ].clone()
+            for e in range(numbers)
+            for name in ("w1", "w2", "w3")
+        }
+
+    save(
+        url,
+        *(
+            {
+                "m": ckptstore.ExpertParallel(
+                    local(rank, 2, 2), pattern, num_experts=EXPERTS, rank=rank, size=2
+                )
+            }
+            for rank in range(2)
+        ),
+    )
+    whole = torch.stack(
+        [
+            torch.cat([state[f"layers.0.experts.{e}.w1.weight"], state[f"layers.0.experts.{e}.w3.weight"]])
+            for e in range(EXPERTS)
+        ]
+    )
+    name, cut = "model.layers.0.experts.gate_up_proj", 101
+    flat = [torch.zeros(n, dtype=torch.int64) for n in (cut, whole.numel() - cut)]
+    targets = [
+        {"m": {name: ckptstore.FlatShard(part, tuple(whole.shape), start)}}
+        for part, start in zip(flat, (0, cut), strict=True)
+    ]
+    restore(url, *targets, mapping=STACKED_FROM_EXPERTS)
+    assert torch.equal(torch.cat(flat), whole.flatten())
+    ranks = [
+        {key: torch.zeros_like(tensor) for key, tensor in local(rank, 1, 1).items()}
+        for rank in range(EXPERTS)
+    ]
+    both = STACKED_FROM_EXPERTS.then(EXPERTS_FROM_STACKED)
+    restore(
+        url,
+        *(
+            {"m": ckptstore.ExpertParallel(rank, pattern, num_experts=EXPERTS, rank=n, size=EXPERTS)}
+            for n, rank in enumerate(ranks)
+        ),
+        mapping=both,
+    )
+    for n, rank in enumerate(ranks):
+        assert bits(rank) == bits(local(n, 1, 1))
