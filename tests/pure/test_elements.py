@@ -94,3 +94,11 @@ def test_signs_of_zero_and_payloads_of_nan_are_changes_of_bits() -> None:
 def test_a_bool_that_flips_is_one_apart() -> None:
     found = compare_elements(np.array([True, False]), np.array([True, True]), "bool")
     assert found == ElementDiff(elements=2, changed=1, largest=1)
+
+
+def test_every_block_of_values_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptstore.elements.BLOCK", 3)
+    a, b = np.zeros(10, np.float32), np.arange(10, dtype=np.float32)
+    b[5] = np.nan
+    found = compare_elements(a.view(np.uint32), b.view(np.uint32), "float32")
+    assert found == ElementDiff(elements=10, changed=9, largest=9.0, nan=1)
