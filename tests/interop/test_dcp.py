@@ -191,6 +191,40 @@ def test_a_target_of_another_dtype_or_stride_is_filled_as_torch_fills_it() -> No
     assert state["w"] is kept and kept.tolist() == [[0, 1, 2], [3, 4, 5]] and not kept.is_contiguous()
 
 
+def test_ranks_that_open_the_run_at_two_moments_read_one_checkpoint() -> None:
+    url = new_url()
+    save({"w": torch.ones(2), "n": 1}, StorageWriter(url))
+    coordinator, other = StorageReader(url), StorageReader(url)
+    coordinator.read_metadata()
+    save({"w": torch.full((2,), 2.0), "n": 2}, StorageWriter(url))
+    state = {"w": torch.zeros(2), "n": 0}
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner(state, other.read_metadata(), False)
+    plan = planner.create_local_plan()
+    _, plan = coordinator.prepare_global_plan([plan, plan])
+    other.read_data(plan, planner).wait()
+    assert state["w"].tolist() == [1, 1] and state["n"] == 1
+
+
+def test_tied_weights_go_both_ways() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(4, 3)
+            self.head = torch.nn.Linear(3, 4, bias=False)
+            self.head.weight = self.embed.weight
+
+    url, saved = new_url(), Tied()
+    runs.save(url, {"model": saved})
+    state = {"model": {name: torch.zeros(4, 3) for name in ("embed.weight", "head.weight")}}
+    load(state, StorageReader(url))
+    assert all(torch.equal(each, saved.embed.weight) for each in state["model"].values())
+    save({"model": saved.state_dict()}, StorageWriter(url))
+    fresh = Tied()
+    runs.restore(url, {"model": fresh})
+    assert torch.equal(fresh.head.weight, saved.head.weight) and fresh.head.weight is fresh.embed.weight
+
+
 def test_large_tensors_are_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp_items, "CHUNK_NBYTES", 64)
     url, tensor = new_url(), torch.arange(100.0).reshape(25, 4)
