@@ -146,8 +146,8 @@ def failing(rank: int, world: World, url: str) -> None:
                 raise OSError("a broken rank")
             return super().resolve_data(write_item)
 
-    def state(n: int) -> dict[str, Any]:  # four elements are 2 + 2 + none
-        return {"w": distribute_tensor(torch.full((4,), float(n)), world.mesh, [Split(0)])}
+    def state(n: int) -> dict[str, Any]:
+        return {"w": distribute_tensor(torch.full((6,), float(n)), world.mesh, [Split(0)])}
 
     writer = StorageWriter(url)
     world.save(state(1), writer)
@@ -158,12 +158,12 @@ def failing(rank: int, world: World, url: str) -> None:
     else:
         raise AssertionError("the save of a broken rank passed")
     run = ckptstore.open(url)
-    assert run.latest().step == 1 and run.read()["w"].tolist() == [1.0] * 4  # type: ignore[union-attr]
+    assert run.latest().step == 1 and run.read()["w"].tolist() == [1.0] * 6  # type: ignore[union-attr]
     assert [str(id) for id in run.catalog.history.fold.abandoned] == ["f0001/s00000002-000"]
     dist.barrier(world.group)
     world.save(state(2), writer)  # nothing is taken from what the ranks wrote for the save that failed
     assert [str(info.id) for info in run.checkpoints()] == ["f0001/s00000001-000", "f0001/s00000002-001"]
-    assert run.read()["w"].tolist() == [2.0] * 4 and run.verify(full=True).ok
+    assert run.read()["w"].tolist() == [2.0] * 6 and run.verify(full=True).ok
 
 
 def sharded(rank: int, world: World, url: str) -> None:

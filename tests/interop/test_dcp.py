@@ -191,6 +191,15 @@ def test_a_target_of_another_dtype_or_stride_is_filled_as_torch_fills_it() -> No
     assert state["w"] is kept and kept.tolist() == [[0, 1, 2], [3, 4, 5]] and not kept.is_contiguous()
 
 
+def test_a_value_that_the_planner_did_not_flatten_is_given_back_as_one() -> None:
+    url = new_url()
+    save(NESTED, StorageWriter(url), dcp.DefaultSavePlanner(flatten_state_dict=False))
+    # with flatten_sharded_tensors torch's planner puts values into a copy of the state
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    assert bits(load(dict.fromkeys(NESTED), StorageReader(url), planner)) == bits(NESTED)
+    assert bits(ckptstore.open(url).read()) == bits(NESTED)
+
+
 def test_ranks_that_open_the_run_at_two_moments_read_one_checkpoint() -> None:
     url = new_url()
     save({"w": torch.ones(2), "n": 1}, StorageWriter(url))
