@@ -249,3 +249,21 @@ def test_values_of_experts_and_other_holders_within() -> None:
     assert set(two["m"].state["experts"]) == {0, 1}
     assert copy.copy(two["m"]).num_experts == 3
     assert issubclass(InvalidInputError, CkptStoreError)
+
+
+def test_numbers_of_other_ranks_experts_are_not_given_to_this_rank() -> None:
+    """An expert's global number means another one here, so a dict of values gets none but its own."""
+
+    def make(numbers: Sequence[int], blank: bool = False) -> dict[str, Any]:
+        tokens = {f"experts.{local}": -1 if blank else 10 * n for local, n in enumerate(numbers)}
+        weights = {f"experts.{local}": {"w": torch.ones(1)} for local in range(len(numbers))}
+        return {"m": ExpertParallel({"tokens": tokens, "w": weights}, "experts.{expert}", 3, experts=numbers)}
+
+    url = new_url()
+    save(url, make([0, 1, 2]))
+    targets = [make([1], blank=True), make([2, 0], blank=True)]
+    restore(url, *targets)
+    assert [target["m"].state["tokens"] for target in targets] == [
+        {"experts.0": 10},
+        {"experts.0": 20, "experts.1": 0},
+    ]
