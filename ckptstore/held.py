@@ -81,7 +81,9 @@ class Frozen:
 class HeldBy:
     """A tree whose plain tensors are held by these ranks of the role alone, this one included.
 
-    So a pipeline stage holds its layers. What says itself how it is held (DTensor, Sharded) is as it says.
+    So a pipeline stage holds its layers. A DTensor on a slice of a mesh (`mesh["tp"]`) is held as well by those
+    of the ranks that are at the same place of other slices; without this wrapper, by its own slice alone.
+    Sharded and FlatShard are as they say.
     """
 
     tree: Any

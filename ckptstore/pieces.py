@@ -60,8 +60,8 @@ def _describe_one(
     if isinstance(value, FlatShard):
         return _flat(value, name, path)
     if isinstance(value, Sharded):
-        return _sharded(value, name, path, rank)
-    dtype, shape, pieces = _whole(value, path, rank)
+        return _sharded(value, name, path, rank, where)
+    dtype, shape, pieces = _whole(value, path, rank, where)
     if where.per_rank:
         pass  # the value of this rank alone, whoever holds what lies around it
     elif where.stacked is not None and shape:
@@ -71,7 +71,7 @@ def _describe_one(
     return TensorSpec(name=name, dtype=dtype, shape=shape), pieces
 
 
-def _whole(value: Any, path: str, rank: int) -> tuple[str, Shape, tuple[Piece, ...]]:
+def _whole(value: Any, path: str, rank: int, where: Where) -> tuple[str, Shape, tuple[Piece, ...]]:
     """(dtype, shape, pieces) of a plain tensor, an array or a DTensor."""
     if isinstance(value, np.ndarray):
         shape = tuple(value.shape)
@@ -79,7 +79,7 @@ def _whole(value: Any, path: str, rank: int) -> tuple[str, Shape, tuple[Piece, .
     from ckptstore.interop.torch_tensor import check_dense, dtype_name, is_dtensor, local_shards
 
     if is_dtensor(value):
-        local = local_shards(value, rank, path)
+        local = local_shards(value, rank, path, holders=where.holders)
         return (
             dtype_name(value.dtype, path),
             local.shape,
@@ -116,13 +116,15 @@ def _stacked(
     return (experts.total, *shape[1:]), tuple(found)
 
 
-def _sharded(value: Sharded, name: str, path: str, rank: int) -> tuple[TensorSpec, tuple[Piece, ...]]:
+def _sharded(
+    value: Sharded, name: str, path: str, rank: int, where: Where
+) -> tuple[TensorSpec, tuple[Piece, ...]]:
     if not is_torch_tensor(value.tensor):
         raise InvalidInputError(
             f"{path} is Sharded over a {type(value.tensor).__name__}: give it the local torch tensor",
             path=path,
         )
-    dtype, shape, pieces = _whole(value.tensor, path, rank)
+    dtype, shape, pieces = _whole(value.tensor, path, rank, where)
     whole, offset = integers(value.global_shape, path), integers(value.offset, path)
     fits = len(shape) == len(whole) == len(offset) and all(
         o >= 0 and o + n <= total for o, n, total in zip(offset, shape, whole, strict=True)

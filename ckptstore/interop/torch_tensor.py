@@ -7,7 +7,7 @@ never by name. DTensor placements and what they mean for boxes: docs/explanation
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
@@ -156,8 +156,10 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "DTensor" and hasattr(tensor, "placements")
 
 
-def local_shards(tensor: Any, rank: int, where: str) -> LocalShards:
+def local_shards(tensor: Any, rank: int, where: str, *, holders: Sequence[int] | None = None) -> LocalShards:
     """The boxes of a DTensor that this rank holds, on a mesh (or a slice of one) of the role's ranks.
+
+    Whether the other slices of a mesh hold the same tensor only the caller knows: those of `holders` do.
 
     Every placement but Partial, which has no value yet. On each dimension the local tensor is a list of
     runs of global indices, which each mesh dimension splits further; runs of several dimensions make boxes.
@@ -204,12 +206,26 @@ def local_shards(tensor: Any, rank: int, where: str) -> LocalShards:
             f"{tensor.placements} give {held}: redistribute it first",
             name=where,
         )
-    replicas = tuple(sorted(int(r) for r in ranks[tuple(select)].flatten().tolist()))
+    same = ranks[tuple(select)] if holders is None else _over_slices(mesh, select)
+    replicas = tuple(sorted(int(r) for r in same.flatten().tolist() if holders is None or r in holders))
     return LocalShards(
         shape=shape,
         boxes=tuple(_boxes(local.detach(), runs)),
         replicas=replicas if len(replicas) > 1 and local.numel() else (),
     )
+
+
+def _over_slices(mesh: Any, select: Sequence[Any]) -> torch.Tensor:
+    """The ranks at the selected places of the mesh and of every other slice of the mesh that it was cut from."""
+    root = mesh._get_root_mesh()
+    names, own = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
+    whole: torch.Tensor = root.mesh
+    if root is mesh or not set(own) <= set(names):
+        return mesh.mesh[tuple(select)]  # type: ignore[no-any-return]
+    place: list[Any] = [slice(None)] * whole.dim()
+    for name, at in zip(own, select, strict=True):
+        place[names.index(name)] = at
+    return whole[tuple(place)]
 
 
 def _split_order(tensor: Any) -> list[int]:

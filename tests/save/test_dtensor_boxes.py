@@ -21,9 +21,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptstore import InvalidInputError
+from ckptstore import HeldBy, InvalidInputError
 from ckptstore.interop.torch_tensor import LocalShards, local_shards
+from ckptstore.layout import Layout
+from ckptstore.plan.save import plan_save
+from ckptstore.state import flatten
 from ckptstore.tensor import Box
+from ckptstore.tensor import Shard as Shard_
 from tests.save.runs import ids
 
 NAMES = ("a", "b", "c", "d")
@@ -143,6 +147,24 @@ def test_slices_of_a_mesh() -> None:
                 distribute_tensor(value, flat, (Shard(0),), src_data_rank=None), rank, "w"
             ).boxes
             assert box.offset == (min(2 * (rank % 4), 6), 0)
+
+
+def test_every_slice_of_a_mesh_may_hold_the_same_tensor() -> None:
+    """Tensor parallelism on mesh["tp"] with data parallelism around it: all eight ranks have every weight."""
+    ranks, value = list[tuple[Shard_, ...]](), ids((6, 4))
+    for rank in range(8):
+        with being(rank, 8):
+            mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+            tensor = distribute_tensor(value, mesh["tp"], (Shard(1),), src_data_rank=None)
+            assert local_shards(tensor, rank, "w").replicas == ()
+            stage = range(rank // 4 * 4, rank // 4 * 4 + 4)
+            state = {f"stage{rank // 4}": HeldBy({"w": tensor}, ranks=stage)}
+            leaves = flatten(state, role="trainer", rank=rank).leaves
+            assert [leaf.replicas for leaf in leaves] == [tuple(r for r in stage if r % 2 == rank % 2)]
+            ranks.append(tuple(Shard_(spec=e.spec, box=e.box, replicas=e.replicas or ()) for e in leaves))
+    plan = plan_save(Layout(role="trainer", ranks=tuple(ranks)))  # refuses two claims to one box
+    written = sum(chunk.box.numel for chunks in plan for chunk in chunks)
+    assert written == 2 * value.numel()  # each stage's once
 
 
 @pytest.mark.parametrize(
