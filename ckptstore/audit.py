@@ -29,7 +29,7 @@ _COLUMNS = (
     "start",
     "nbytes",
     "digest",
-    "stored_digest",
+    "stored_digests",
     "codec",
     "reuses",
 )

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptstore.clock import Clock
-from ckptstore.commit import read_index
 from ckptstore.errors import CorruptError, NoCheckpointError, NotFoundError
 from ckptstore.history import History
+from ckptstore.index import OpenIndex, open_index, read_index
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, CheckpointInfo, Index, Part, PartRef
 from ckptstore.store.base import Store
@@ -67,6 +67,10 @@ class Catalog:
     def index(self, id: AttemptId) -> Index:
         """All rows of a checkpoint, digest checked. CorruptError."""
         return read_index(self.store, self.history.fold.commits[id].index)
+
+    def open_index(self, id: AttemptId) -> OpenIndex:
+        """What a checkpoint has, and its rows as they are asked for. CorruptError."""
+        return open_index(self.store, self.history.fold.commits[id].index)
 
 
 def checkpoint_info(history: History, id: AttemptId) -> CheckpointInfo:

@@ -305,7 +305,7 @@ class Checkpointer:
         self._claim()
         history = self._journal.catch_up()
         try:
-            index, self.last_restore = restore_member(
+            restored, self.last_restore = restore_member(
                 self._store,
                 history.fold.commits[origin].index,
                 self._member,
@@ -318,7 +318,7 @@ class Checkpointer:
         except CorruptError as error:
             mark_bad(self._journal, origin, error)
             raise
-        self._baseline = Baseline.of(origin, index.table, index.segments)
+        self._baseline = Baseline.of(origin, restored.table, restored.index.segments)
         return origin.step
 
     # -- end

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.errors import CorruptError
 from ckptstore.tensor import Box, TensorSpec
+from ckptstore.tensors import Tensors, merge_tensors
 
 DIGEST_NBYTES = 16  # XXH3-128
 RAW = "raw"
@@ -28,12 +28,12 @@ class ChunkTable:
     """Columns of chunks, sorted by (tensor, offset); tensor names are `role/name`.
 
     `offset` and `shape` are boxes in elements, `[rows, max ndim]`, padded with 0 and 1. `start` and
-    `nbytes` are bytes within the segment. `digest` is of the decoded bytes, `stored_digest` of the
-    stored ones (zeros when they are the same). `reuses` counts the checkpoints in a row that have
-    referenced the chunk instead of writing it.
+    `nbytes` are bytes within the segment. `digest` is of the decoded bytes, `stored_digest` of the stored
+    ones (zeros where they are the same; None if they are so everywhere). `reuses` counts the checkpoints
+    in a row that have referenced the chunk instead of writing it.
     """
 
-    tensors: tuple[TensorSpec, ...]
+    tensors: Tensors
     segments: tuple[str, ...]
     codecs: tuple[str, ...] = (RAW,)
     tensor: npt.NDArray[np.int32]
@@ -43,13 +43,20 @@ class ChunkTable:
     start: IntColumn
     nbytes: IntColumn
     digest: ByteColumn
-    stored_digest: ByteColumn
+    stored_digest: ByteColumn | None = None
     codec: npt.NDArray[np.int16]
     reuses: npt.NDArray[np.int32]
     base: tuple[str, ...] = field(default=())  # one text a row, or () when no chunk has a base
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    @property
+    def stored_digests(self) -> ByteColumn:
+        """`stored_digest`, zeros for None."""
+        if self.stored_digest is not None:
+            return self.stored_digest
+        return np.zeros((len(self), DIGEST_NBYTES), np.uint8)
 
     def spec(self, row: int) -> TensorSpec:
         return self.tensors[int(self.tensor[row])]
@@ -75,7 +82,7 @@ class ChunkTable:
             start=self.start[rows],
             nbytes=self.nbytes[rows],
             digest=self.digest[rows],
-            stored_digest=self.stored_digest[rows],
+            stored_digest=None if self.stored_digest is None else self.stored_digest[rows],
             codec=self.codec[rows],
             reuses=self.reuses[rows],
             base=tuple(np.asarray(self.base, dtype=object)[rows]) if self.base else (),
@@ -103,7 +110,7 @@ def make_table(
         offset[n, : len(box.offset)] = box.offset
         shape[n, : len(box.shape)] = box.shape
     table = ChunkTable(
-        tensors=tensors,
+        tensors=Tensors.of(tensors),
         segments=keys,
         tensor=np.array([at[s.name] for s in specs], np.int32),
         offset=offset,
@@ -112,16 +119,15 @@ def make_table(
         start=np.array(starts, np.int64),
         nbytes=np.array(nbytes, np.int64),
         digest=np.frombuffer(b"".join(digests), np.uint8).reshape(rows, DIGEST_NBYTES).copy(),
-        stored_digest=np.zeros((rows, DIGEST_NBYTES), np.uint8),
         codec=np.zeros(rows, np.int16),
         reuses=np.array(reuses if reuses is not None else [0] * rows, np.int32),
     )
-    return table.take(_order(table))
+    return table.take(_order(table.tensor, table.offset))
 
 
-def _order(table: ChunkTable) -> npt.NDArray[np.intp]:
-    keys: list[npt.NDArray[Any]] = [table.offset[:, dim] for dim in reversed(range(table.offset.shape[1]))]
-    return np.lexsort([*keys, table.tensor])
+def _order(tensor: npt.NDArray[np.int32], offset: IntColumn) -> npt.NDArray[np.intp]:
+    keys: list[npt.NDArray[Any]] = [offset[:, dim] for dim in reversed(range(offset.shape[1]))]
+    return np.lexsort([*keys, tensor])
 
 
 def _pad(column: IntColumn, depth: int, fill: int) -> IntColumn:
@@ -130,77 +136,79 @@ def _pad(column: IntColumn, depth: int, fill: int) -> IntColumn:
 
 
 def merge_tables(tables: Sequence[ChunkTable]) -> ChunkTable:
-    """All rows of `tables` as one table. Two specs for one name: CorruptError naming it."""
-    specs: dict[str, TensorSpec] = {}
-    for table in tables:
-        for spec in table.tensors:
-            if specs.setdefault(spec.name, spec) != spec:
-                raise CorruptError(
-                    f"{spec.name} is {specs[spec.name].dtype}{list(specs[spec.name].shape)} in one part and "
-                    f"{spec.dtype}{list(spec.shape)} in another: all members must save the same global tensor",
-                    tensor=spec.name,
-                )
-    tensors = tuple(specs[name] for name in sorted(specs))
+    """All rows of `tables` as one table. Two specs for one name: CorruptError naming it.
+
+    The columns of the result are the only arrays of its length that are made, one of them at a time besides.
+    """
+    tensors, numbers = merge_tensors([table.tensors for table in tables])
     segments = tuple(sorted({key for table in tables for key in table.segments}))
     codecs = tuple(dict.fromkeys(codec for table in tables for codec in table.codecs)) or (RAW,)
     depth = max((t.offset.shape[1] for t in tables), default=1)
-    any_base = any(t.base for t in tables)
-
-    def codes(names: Sequence[str], column: npt.NDArray[Any], into: Mapping[str, int]) -> npt.NDArray[Any]:
-        lookup = np.array([into[name] for name in names] or [0], np.int64)
-        return lookup[column] if len(column) else column
-
-    at = {spec.name: n for n, spec in enumerate(tensors)}
     where = {key: n for n, key in enumerate(segments)}
     how = {name: n for n, name in enumerate(codecs)}
-    stack: dict[str, list[Any]] = {name: [] for name in ("tensor", "segment", "codec")}
-    for t in tables:
-        stack["tensor"].append(codes([s.name for s in t.tensors], t.tensor, at))
-        stack["segment"].append(codes(t.segments, t.segment, where))
-        stack["codec"].append(codes(t.codecs, t.codec, how))
+    tensor = _joined([at[t.tensor] for t, at in zip(tables, numbers, strict=True)], np.int32)
+    offset = _joined([_pad(t.offset, depth, 0) for t in tables], np.int64, depth)
+    order = _order(tensor, offset)
 
-    def join(columns: list[Any], dtype: Any, empty: tuple[int, ...] = (0,)) -> npt.NDArray[Any]:
-        return np.concatenate(columns).astype(dtype) if columns else np.zeros(empty, dtype)
+    def sorted_column(columns: Sequence[npt.NDArray[Any]], dtype: Any, width: int | None = None) -> Any:
+        return _joined(columns, dtype, width)[order]
 
-    merged = ChunkTable(
+    offset = offset[order]
+    encoded = any(t.stored_digest is not None for t in tables)
+    base = [b for t in tables for b in (t.base or ("",) * len(t))] if any(t.base for t in tables) else []
+    return ChunkTable(
         tensors=tensors,
         segments=segments,
         codecs=codecs,
-        tensor=join(stack["tensor"], np.int32),
-        offset=join([_pad(t.offset, depth, 0) for t in tables], np.int64, (0, depth)),
-        shape=join([_pad(t.shape, depth, 1) for t in tables], np.int64, (0, depth)),
-        segment=join(stack["segment"], np.int32),
-        start=join([t.start for t in tables], np.int64),
-        nbytes=join([t.nbytes for t in tables], np.int64),
-        digest=join([t.digest for t in tables], np.uint8, (0, DIGEST_NBYTES)),
-        stored_digest=join([t.stored_digest for t in tables], np.uint8, (0, DIGEST_NBYTES)),
-        codec=join(stack["codec"], np.int16),
-        reuses=join([t.reuses for t in tables], np.int32),
-        base=tuple(b for t in tables for b in (t.base or ("",) * len(t))) if any_base else (),
+        tensor=tensor[order],
+        offset=offset,
+        shape=sorted_column([_pad(t.shape, depth, 1) for t in tables], np.int64, depth),
+        segment=sorted_column([_codes(t.segments, where)[t.segment] for t in tables], np.int32),
+        start=sorted_column([t.start for t in tables], np.int64),
+        nbytes=sorted_column([t.nbytes for t in tables], np.int64),
+        digest=sorted_column([t.digest for t in tables], np.uint8, DIGEST_NBYTES),
+        stored_digest=sorted_column([t.stored_digests for t in tables], np.uint8, DIGEST_NBYTES)
+        if encoded
+        else None,
+        codec=sorted_column([_codes(t.codecs, how)[t.codec] for t in tables], np.int16),
+        reuses=sorted_column([t.reuses for t in tables], np.int32),
+        base=tuple(base[n] for n in order.tolist()) if base else (),
     )
-    return merged.take(_order(merged))
+
+
+def _codes(names: Sequence[str], into: Mapping[str, int]) -> npt.NDArray[np.int64]:
+    return np.array([into[name] for name in names] or [0], np.int64)
+
+
+def _joined(columns: Sequence[npt.NDArray[Any]], dtype: Any, width: int | None = None) -> npt.NDArray[Any]:
+    if not columns:
+        return np.zeros((0,) if width is None else (0, width), dtype)
+    return np.concatenate(columns, dtype=dtype, casting="unsafe")
 
 
 def compact_table(table: ChunkTable) -> ChunkTable:
     """The same rows with only the names they use, each list sorted: one content, one form."""
 
-    def used(names: Sequence[str], column: npt.NDArray[Any]) -> tuple[tuple[int, ...], npt.NDArray[np.int64]]:
-        kept = sorted(np.unique(column).tolist(), key=lambda n: names[n])
+    def used(names: Sequence[str], column: npt.NDArray[Any]) -> tuple[list[int], npt.NDArray[np.int64]]:
+        counts = np.bincount(column, minlength=len(names))
+        kept = sorted(np.flatnonzero(counts).tolist(), key=names.__getitem__)
         place = np.zeros(max(len(names), 1), np.int64)
         place[kept] = np.arange(len(kept))
-        return tuple(kept), place
+        return kept, place
 
-    tensors, tensor = used([s.name for s in table.tensors], table.tensor)
+    tensors, tensor = used(table.tensors.names, table.tensor)
     segments, segment = used(table.segments, table.segment)
     codecs, codec = used(table.codecs, table.codec)
+    whole = tensors == list(range(len(table.tensors)))
+    same = segments == list(range(len(table.segments)))
     return ChunkTable(
-        tensors=tuple(table.tensors[n] for n in tensors),
-        segments=tuple(table.segments[n] for n in segments),
+        tensors=table.tensors if whole else table.tensors.take(np.array(tensors, np.int64)),
+        segments=table.segments if same else tuple(table.segments[n] for n in segments),
         codecs=tuple(table.codecs[n] for n in codecs) or (RAW,),
-        tensor=tensor[table.tensor].astype(np.int32),
+        tensor=table.tensor if whole else tensor[table.tensor].astype(np.int32),
         offset=table.offset,
         shape=table.shape,
-        segment=segment[table.segment].astype(np.int32),
+        segment=table.segment if same else segment[table.segment].astype(np.int32),
         start=table.start,
         nbytes=table.nbytes,
         digest=table.digest,

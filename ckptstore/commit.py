@@ -28,7 +28,8 @@ from ckptstore.errors import (
 )
 from ckptstore.experts import check_experts
 from ckptstore.history import AbandonEntry, CommitEntry, History, PublishEntry
-from ckptstore.journal import Journal, new_id
+from ckptstore.index import open_index, write_index
+from ckptstore.journal import Journal
 from ckptstore.manifest import (
     AttemptId,
     Index,
@@ -37,15 +38,13 @@ from ckptstore.manifest import (
     Part,
     PartRef,
     SegmentRef,
-    index_key,
     part_key,
 )
 from ckptstore.outcome import abandon_reason, fenced, refused
 from ckptstore.skeleton import find_ledger, tensor_names
 from ckptstore.store.base import Store
-from ckptstore.tablefile import decode_index, decode_part, encode_index
+from ckptstore.tablefile import decode_part
 from ckptstore.wire import canonical, digest_of
-from ckptstore.writer import create_own
 
 COMMIT_TIMEOUT_S = 600.0
 NAMED_AT_MOST = 8
@@ -233,10 +232,7 @@ class Committer:
 
     def _write_index(self, index: Index) -> ObjectRef:
         self.store.settle([ref.object.key for ref in index.parts])
-        data = encode_index(index)
-        key = index_key(index.id, new_id())
-        create_own(self.store, key, data)
-        return ObjectRef(key=key, nbytes=len(data), digest=digest_of(data))
+        return write_index(self.store, index)
 
     def _append(
         self, attempt: AttemptId, index: Index, ref: ObjectRef, parts: Mapping[Member, Received]
@@ -301,27 +297,9 @@ class Committer:
         if commit is None:
             return frozenset()
         try:
-            return frozenset(ref.key for ref in read_index(self.store, commit.index).segments)
+            return frozenset(ref.key for ref in open_index(self.store, commit.index).segments)
         except CkptStoreError:
             return frozenset()
-
-
-def read_index(store: Store, ref: ObjectRef) -> Index:
-    """The index that an entry names, its digest checked. CorruptError (also when it is gone) names it."""
-    try:
-        data = store.read(ref.key)
-    except NotFoundError as error:
-        raise CorruptError(
-            f"{ref.key} is named by the journal but is not on {store.url}: the checkpoint is damaged, use an older one",
-            key=ref.key,
-        ) from error
-    if len(data) != ref.nbytes or digest_of(data) != ref.digest:
-        raise CorruptError(
-            f"{ref.key} has {len(data)} bytes with digest {digest_of(data)} where the journal names {ref.nbytes} "
-            f"and {ref.digest}: it is damaged, use an older checkpoint",
-            key=ref.key,
-        )
-    return decode_index(data, ref.key)
 
 
 def content_digest(table: ChunkTable, states: Sequence[object]) -> str:
@@ -336,7 +314,7 @@ def content_digest(table: ChunkTable, states: Sequence[object]) -> str:
 
 def _check_named(attempt: AttemptId, parts: Mapping[Member, Received], table: ChunkTable) -> None:
     """Every tensor that a state names has rows: coverage alone says nothing of a tensor that lost all of them."""
-    stored = {spec.name for spec in table.tensors}
+    stored = set(table.tensors.names)
     for member, received in parts.items():
         lost = {f"{member.role}/{name}" for name in tensor_names(received.part.state)} - stored
         if lost:

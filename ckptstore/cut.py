@@ -51,19 +51,19 @@ def check_coverage(table: ChunkTable) -> None:
     fail, in order, with one gap or overlap each (`problems`: names and places); CorruptError if
     rows name a tensor that the table lacks.
     """
-    wholes = [spec.shape for spec in table.tensors]
-    if len(table) and not 0 <= int(table.tensor.min()) <= int(table.tensor.max()) < len(wholes):
+    tensors = table.tensors
+    if len(table) and not 0 <= int(table.tensor.min()) <= int(table.tensor.max()) < len(tensors):
         raise CorruptError(
-            f"a chunk table of {len(wholes)} tensors has rows of tensors {int(table.tensor.min())} to "
+            f"a chunk table of {len(tensors)} tensors has rows of tensors {int(table.tensor.min())} to "
             f"{int(table.tensor.max())}; read another copy of it"
         )
-    depth = max(map(len, wholes), default=0)
+    depth = int(tensors.ndim.max()) if len(tensors) else 0
     if table.offset.shape[1] < depth or table.shape.shape != table.offset.shape:
         raise CorruptError(
             f"a chunk table has boxes of {table.offset.shape[1]} dimensions but a tensor of {depth}; "
             f"read another copy of it"
         )
-    found = find_untiled(wholes, table.tensor.astype(np.int64), table.offset, table.shape)
+    found = find_untiled_in(tensors.dims, tensors.ndim, table.tensor, table.offset, table.shape)
     if not found:
         return
     problems = tuple((table.tensors[item.whole].name, item.covers, item.box) for item in found)
@@ -85,17 +85,28 @@ def find_untiled(wholes: Sequence[Shape], owner: Ints, offset: Ints, shape: Ints
     empty although it is not, are reported before gaps and overlaps. A whole without elements needs
     exactly one box.
     """
-    ndims = np.fromiter(map(len, wholes), np.int64, len(wholes))
-    depth_of = ndims[owner] if len(owner) else np.zeros(0, np.int64)
+    ndims = np.fromiter(map(len, wholes), np.int8, len(wholes))
+    depth = int(ndims.max()) if len(wholes) else 0
+    dims = np.array([(*whole, *(0,) * (depth - len(whole))) for whole in wholes], np.int64)
+    return find_untiled_in(dims.reshape(len(wholes), depth), ndims, owner, offset, shape)
+
+
+def find_untiled_in(
+    dims: Ints, ndims: npt.NDArray[np.int8], owner: npt.NDArray[Any], offset: Ints, shape: Ints
+) -> list[Untiled]:
+    """`find_untiled` of wholes that are columns: `dims[n, : ndims[n]]` is the shape of whole n."""
+    depth_of = ndims[owner]
     found: list[Untiled] = []
-    for depth in sorted(set(ndims.tolist())):
+    for depth in np.unique(ndims).tolist():
         members = np.flatnonzero(ndims == depth)
         rows = np.flatnonzero(depth_of == depth)
-        local = np.zeros(len(wholes), np.int64)
+        local = np.zeros(len(ndims), np.int64)
         local[members] = np.arange(len(members))
-        extents = np.array([wholes[n] for n in members.tolist()], np.int64).reshape(len(members), depth)
         group = _Group(
-            extents=extents, owner=local[owner[rows]], lo=offset[rows, :depth], n=shape[rows, :depth]
+            extents=dims[members, :depth],
+            owner=local[owner[rows]],
+            lo=offset[rows, :depth],
+            n=shape[rows, :depth],
         )
         found += [
             Untiled(whole=int(members[item.whole]), covers=item.covers, box=item.box)
@@ -147,13 +158,14 @@ class _Group:
     def _miscovered(self, empty: npt.NDArray[np.bool_]) -> list[Untiled]:
         """Gaps and overlaps by the sorted corners; `empty` wholes have no elements and so no corners."""
         grid = self.extents + 1
-        sizes = [prod(row) for row in grid.tolist()]
-        if sum(sizes) > _GRID_MAX:
-            raise InvalidInputError(
-                f"{len(sizes)} tensors have {sum(sizes)} corners in all, more than {_GRID_MAX}; "
-                f"save fewer tensors in one checkpoint"
-            )
-        base = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(sizes, np.int64))])
+        if grid.astype(np.float64).prod(axis=1).sum() > _GRID_MAX / 2:  # only near the limit exactly
+            total = sum(prod(row) for row in grid.tolist())
+            if total > _GRID_MAX:
+                raise InvalidInputError(
+                    f"{len(grid)} tensors have {total} corners in all, more than {_GRID_MAX}; "
+                    f"save fewer tensors in one checkpoint"
+                )
+        base = np.concatenate([np.zeros(1, np.int64), np.cumsum(grid.prod(axis=1))])
         rows = ~empty[self.owner]
         wholes = np.flatnonzero(~empty)
         plus, minus = _corners(base, grid, self.owner[rows], self.lo[rows], self.n[rows])

@@ -20,7 +20,6 @@ from typing import Any
 
 from ckptstore.catalog import RUN_KEY
 from ckptstore.clock import Clock, SystemClock, tries
-from ckptstore.commit import read_index
 from ckptstore.errors import (
     AlreadyExistsError,
     CkptStoreError,
@@ -34,6 +33,7 @@ from ckptstore.errors import (
     StoreUnavailableError,
 )
 from ckptstore.history import CHECKPOINT, FenceEntry, History, MarkEntry, Origin, ReleaseEntry
+from ckptstore.index import read_index
 from ckptstore.journal import Journal, new_id
 from ckptstore.manifest import FORMAT, AttemptId, Member, Roster
 from ckptstore.recovery.point import choose_origin

@@ -147,11 +147,16 @@ class PublicationId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectRef:
-    """One object as another names it: `digest` is the XXH3-128 of all its bytes, in hex."""
+    """One object as another names it: `digest` is the XXH3-128 of all its bytes, in hex.
+
+    `tail` is how many bytes at its end have a digest of their own, and that digest, for an object that can
+    be read in part: the tail names the rest.
+    """
 
     key: str
     nbytes: int
     digest: str
+    tail: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

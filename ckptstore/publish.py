@@ -16,11 +16,12 @@ from typing import Any
 from ckptstore.binding import Binding
 from ckptstore.catalog import Catalog, read_part
 from ckptstore.clock import Clock, SystemClock
-from ckptstore.commit import COMMIT_TIMEOUT_S, Committer, read_index
+from ckptstore.commit import COMMIT_TIMEOUT_S, Committer
 from ckptstore.contribution import Contributor
 from ckptstore.errors import CorruptError, InternalError, InvalidInputError, NotFoundError
 from ckptstore.history import CHECKPOINT, History, PublishEntry
 from ckptstore.incarnation import Incarnation, Token
+from ckptstore.index import open_index
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, Member, PublicationId
 from ckptstore.mapping import TensorMap
@@ -208,23 +209,25 @@ class Subscriber:
             raise NotFoundError(
                 f"publication {id} is not in the journal of {self._catalog.store.url}", id=str(id)
             )
-        index = read_index(self._catalog.store, entry.index)
+        index = open_index(self._catalog.store, entry.index)
         refs = sorted(index.parts, key=lambda ref: ref.member.rank)
         if not refs:
             raise CorruptError(f"publication {id} has no part: publish it again", key=entry.index.key)
         saved = union([read_part(self._catalog.store, ref).state for ref in refs])
         binding = Binding(role=refs[0].member.role, rank=0, per_rank=False)
-        specs = {spec.name: spec for spec in index.table.tensors}
+        stored = index.rows.tensors.by_name
         if mapping is None:
             binding.bind(into, saved)
-            binding.check_specs(specs)
+            binding.check_specs(stored)
             binding.refuse()
-            report = read_leaves(self._catalog.store, index.table, binding.leaves)
+            table = index.table(leaf.spec.name for leaf in binding.leaves)
+            report = read_leaves(self._catalog.store, table, binding.leaves)
         else:
-            translation = Translation(mapping, saved, specs, role=binding.role)
+            translation = Translation(mapping, saved, stored, role=binding.role)
             binding.bind(into, translation.skeleton)
             binding.check_translated(translation)
             binding.refuse()
-            report = read_translated(self._catalog.store, index.table, translation, binding.leaves)
+            table = index.table(n for leaf in binding.leaves for n in translation.equals(leaf.spec.name))
+            report = read_translated(self._catalog.store, table, translation, binding.leaves)
         binding.apply()
         return LoadReport(id=id, nbytes=report.nbytes_wanted, nbytes_read=report.nbytes_read)

@@ -7,7 +7,7 @@ time, then named. A partial read fetches whole chunks, because checksums are of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ckptstore.chunktable import RAW, ChunkTable
+from ckptstore.chunktable import DIGEST_NBYTES, RAW, ChunkTable
 from ckptstore.errors import CorruptError, NotFoundError, UnsupportedFormatError
 from ckptstore.manifest import SegmentRef
-from ckptstore.plan.load import Piece, Read, plan_load
+from ckptstore.plan.load import Pieces, Read, all_reads, plan_load
 from ckptstore.state import TensorLeaf
 from ckptstore.store.base import Store
-from ckptstore.tensor import Shard, itemsize
+from ckptstore.tensor import itemsize
 from ckptstore.wire import digest_of
 
 READERS = 4
-BATCH_NBYTES = 16 << 20
-GAP_NBYTES = 64 << 10
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,8 +47,10 @@ def read_leaves(
     (MissingTensorError, LayoutMismatchError). CorruptError names tensor and segment; some targets are
     then already written, so the state must not be used.
     """
-    plan = plan_load(table, [Shard(spec=leaf.spec, box=leaf.box) for leaf in leaves])
-    fill = _Fill(store=store, table=table, leaves=leaves)
+    plan = plan_load(table, leaves)
+    fill = _Fill(
+        store=store, table=table, leaves=leaves, pieces=plan.pieces, whole=_whole(table, plan.pieces)
+    )
     with ThreadPoolExecutor(max_workers=readers, thread_name_prefix="ckptstore-read") as pool:
         futures = [pool.submit(fill.read, read) for read in plan.reads]
         try:
@@ -62,39 +62,55 @@ def read_leaves(
     return ReadReport(nbytes_wanted=plan.nbytes_wanted, nbytes_read=plan.nbytes_read)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _whole(table: ChunkTable, pieces: Pieces) -> npt.NDArray[np.bool_]:
+    """Of each row of the plan: does one target alone want it, and want all of it?"""
+    at = pieces.bounds[:-1]
+    single = np.diff(pieces.bounds) == 1
+    return np.asarray(single & (pieces.n[at] == table.shape[pieces.row[at]]).all(axis=1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Fill:
     store: Store
     table: ChunkTable
     leaves: Sequence[TensorLeaf]
+    pieces: Pieces
+    whole: npt.NDArray[np.bool_]
 
     def read(self, read: Read) -> None:
-        direct = [self._in_place(row, pieces) for row, pieces in zip(read.rows, read.pieces, strict=True)]
+        places = range(read.first, read.first + len(read.rows))
+        direct = [self._in_place(at) for at in places]
+        sizes = self.table.nbytes[read.rows].tolist()
         chunks = [
-            view if view is not None else np.empty(int(self.table.nbytes[row]), np.uint8)
-            for row, view in zip(read.rows, direct, strict=True)
+            view if view is not None else np.empty(nbytes, np.uint8)
+            for nbytes, view in zip(sizes, direct, strict=True)
         ]
         fetch_chunks(self.store, self.table, read, chunks)
-        for view, data, pieces in zip(direct, chunks, read.pieces, strict=True):
+        for at, view, data in zip(places, direct, chunks, strict=True):
             if view is None:
-                for piece in pieces:
-                    self._scatter(piece, data)
+                for n in range(int(self.pieces.bounds[at]), int(self.pieces.bounds[at + 1])):
+                    self._scatter(n, data)
 
-    def _in_place(self, row: int, pieces: Sequence[Piece]) -> Bytes | None:
+    def _in_place(self, at: int) -> Bytes | None:
         """The target's own memory for the chunk, when the whole chunk is one contiguous run of one target."""
-        if len(pieces) != 1:
+        if not self.whole[at]:
             return None
-        leaf, box = self.leaves[pieces[0].target], pieces[0].box
-        if box != self.table.box(row) or not box.is_contiguous_in(leaf.box):
+        n = int(self.pieces.bounds[at])
+        leaf = self.leaves[int(self.pieces.target[n])]
+        box = self.pieces.piece(n, len(leaf.box.shape)).box
+        if not box.is_contiguous_in(leaf.box):
             return None
         whole = byte_view_of(leaf.data)
         if whole is None:
             return None
-        start = box.start_in(leaf.box) * itemsize(leaf.spec.dtype)
-        return whole[start : start + int(self.table.nbytes[row])]
+        size = itemsize(leaf.spec.dtype)
+        start = box.start_in(leaf.box) * size
+        return whole[start : start + box.numel * size]
 
-    def _scatter(self, piece: Piece, data: Bytes) -> None:
-        leaf, source = self.leaves[piece.target], self.table.box(piece.row)
+    def _scatter(self, n: int, data: Bytes) -> None:
+        leaf = self.leaves[int(self.pieces.target[n])]
+        piece = self.pieces.piece(n, len(leaf.box.shape))
+        source = self.table.box(piece.row)
         if isinstance(leaf.data, np.ndarray):
             chunk = data.view(leaf.data.dtype).reshape(source.shape)
             leaf.data[piece.box.relative_to(leaf.box).slices] = chunk[piece.box.relative_to(source).slices]
@@ -117,43 +133,57 @@ def byte_view_of(data: Any) -> Bytes | None:
 
 def fetch_chunks(store: Store, table: ChunkTable, read: Read, chunks: Sequence[Bytes]) -> None:
     """Read the chunks of one range into the buffers and verify them; a bad one is read once more, then CorruptError."""
-    for row in read.rows:
-        if table.codecs[int(table.codec[row])] != RAW:
-            raise UnsupportedFormatError(
-                f"{table.spec(row).name} is encoded with {table.codecs[int(table.codec[row])]!r}, which this version "
-                f"cannot decode: upgrade ckptstore",
-                tensor=table.spec(row).name,
-            )
+    rows = read.rows.tolist()
+    _refuse_codecs(table, read)
     buffers: list[Bytes] = []
     at = read.start
-    for row, data in zip(read.rows, chunks, strict=True):
-        gap = int(table.start[row]) - at
+    for start, data in zip(table.start[read.rows].tolist(), chunks, strict=True):
+        gap = start - at
         if gap:
             buffers.append(np.empty(gap, np.uint8))
         buffers.append(data)
         at += gap + data.nbytes
-    tensor = table.spec(read.rows[0]).name
-    _read_into(store, read.segment, read.start, buffers, tensor)
-    for row, data in zip(read.rows, chunks, strict=True):
-        wanted = table.digest[row].tobytes()
-        if xxhash.xxh3_128_digest(data.data) == wanted:
-            continue
-        _read_into(store, read.segment, int(table.start[row]), [data], table.spec(row).name)
-        if xxhash.xxh3_128_digest(data.data) != wanted:
-            raise CorruptError(
-                f"{table.spec(row).name} {table.box(row)} in {read.segment} at byte {int(table.start[row])} has "
-                f"digest {xxhash.xxh3_128_hexdigest(data.data)} where {wanted.hex()} was written: the data is damaged, "
-                f"use another copy or an older checkpoint",
-                segment=read.segment,
-                tensor=table.spec(row).name,
-            )
+    _read_into(store, read.segment, read.start, buffers, table, rows[0])
+    wanted = table.digest[read.rows].tobytes()
+    for n, data in enumerate(chunks):
+        digest = wanted[n * DIGEST_NBYTES : (n + 1) * DIGEST_NBYTES]
+        if xxhash.xxh3_128_digest(data.data) != digest:
+            _read_again(store, table, read.segment, rows[n], data)
 
 
-def _read_into(store: Store, segment: str, start: int, buffers: Sequence[Bytes], tensor: str) -> None:
-    """Fill the buffers; a segment that is gone or too short is damage, named with the tensor that needs it."""
+def _refuse_codecs(table: ChunkTable, read: Read) -> None:
+    unknown = np.array([codec != RAW for codec in table.codecs])[table.codec[read.rows]]
+    if unknown.any():
+        row = int(read.rows[np.flatnonzero(unknown)[0]])
+        raise UnsupportedFormatError(
+            f"{table.spec(row).name} is encoded with {table.codecs[int(table.codec[row])]!r}, which this version "
+            f"cannot decode: upgrade ckptstore",
+            tensor=table.spec(row).name,
+        )
+
+
+def _read_again(store: Store, table: ChunkTable, segment: str, row: int, data: Bytes) -> None:
+    """The one more try that a chunk with a wrong digest has."""
+    wanted = table.digest[row].tobytes()
+    _read_into(store, segment, int(table.start[row]), [data], table, row)
+    if xxhash.xxh3_128_digest(data.data) != wanted:
+        raise CorruptError(
+            f"{table.spec(row).name} {table.box(row)} in {segment} at byte {int(table.start[row])} has "
+            f"digest {xxhash.xxh3_128_hexdigest(data.data)} where {wanted.hex()} was written: the data is damaged, "
+            f"use another copy or an older checkpoint",
+            segment=segment,
+            tensor=table.spec(row).name,
+        )
+
+
+def _read_into(
+    store: Store, segment: str, start: int, buffers: Sequence[Bytes], table: ChunkTable, row: int
+) -> None:
+    """Fill the buffers; a segment that is gone or too short is damage, named with `row`'s tensor, which needs it."""
     try:
         store.read_into(segment, start, buffers)
     except (NotFoundError, CorruptError) as error:
+        tensor = table.spec(row).name
         how = "is not there" if isinstance(error, NotFoundError) else "was cut"
         raise CorruptError(
             f"segment {segment} {how}, so {tensor} cannot be read ({error}): use another copy or an older checkpoint",
@@ -186,7 +216,7 @@ def find_damage(
     with ThreadPoolExecutor(max_workers=readers, thread_name_prefix="ckptstore-verify") as pool:
         headers = list(pool.map(lambda ref: _header_damage(store, ref), segments))
         gone = {damage.key for damage in headers if damage is not None and damage.problem == "is missing"}
-        reads = [read for read in _all_reads(table) if read.segment not in gone]
+        reads = [read for read in all_reads(table) if read.segment not in gone]
         found = list(pool.map(lambda read: _range_damage(store, table, read, progress), reads))
     return [damage for damage in headers if damage is not None] + [
         damage for some in found for damage in some
@@ -211,32 +241,6 @@ def _header_damage(store: Store, ref: SegmentRef) -> Damage | None:
     return None
 
 
-def _all_reads(table: ChunkTable) -> Iterator[Read]:
-    """Every chunk once, in ranges of neighbours."""
-    order = np.lexsort((table.start, table.segment))
-    rows: list[int] = []
-    for row in (int(n) for n in order):
-        if rows:
-            first, last = rows[0], rows[-1]
-            end = int(table.start[row] + table.nbytes[row])
-            near = table.segment[row] == table.segment[last] and (
-                0 <= int(table.start[row] - table.start[last] - table.nbytes[last]) <= GAP_NBYTES
-            )
-            if not near or end - int(table.start[first]) > BATCH_NBYTES:
-                yield _range(table, rows)
-                rows = []
-        rows.append(row)
-    if rows:
-        yield _range(table, rows)
-
-
-def _range(table: ChunkTable, rows: list[int]) -> Read:
-    start = int(table.start[rows[0]])
-    end = int(table.start[rows[-1]] + table.nbytes[rows[-1]])
-    segment = table.segments[int(table.segment[rows[0]])]
-    return Read(segment=segment, start=start, nbytes=end - start, rows=tuple(rows), pieces=((),) * len(rows))
-
-
 def _range_damage(
     store: Store, table: ChunkTable, read: Read, progress: Callable[[int], None]
 ) -> list[Damage]:
@@ -247,9 +251,12 @@ def _range_damage(
         return []
     except CorruptError as error:
         if len(read.rows) == 1:
-            return [Damage(key=read.segment, tensor=table.spec(read.rows[0]).name, problem=str(error))]
+            return [Damage(key=read.segment, tensor=table.spec(int(read.rows[0])).name, problem=str(error))]
         return [
-            d for row in read.rows for d in _range_damage(store, table, _range(table, [row]), lambda _: None)
+            found
+            for n in range(len(read.rows))
+            for one in all_reads(table.take(read.rows[n : n + 1]))
+            for found in _range_damage(store, table.take(read.rows[n : n + 1]), one, lambda _: None)
         ]
     finally:
         progress(read.nbytes)

@@ -6,23 +6,25 @@ verified and put in place. What replaces what: docs/explanation/restore.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckptstore.binding import Binding
 from ckptstore.catalog import read_part
+from ckptstore.chunktable import ChunkTable
 from ckptstore.clock import Clock
-from ckptstore.commit import read_index
 from ckptstore.errors import CkptStoreError, CorruptError, NotFoundError
 from ckptstore.history import History, MarkEntry
+from ckptstore.index import OpenIndex, open_index
 from ckptstore.journal import Journal
-from ckptstore.manifest import AttemptId, Index, Member, ObjectRef, PartRef
+from ckptstore.manifest import AttemptId, Member, ObjectRef, PartRef
 from ckptstore.mapping import TensorMap
 from ckptstore.reader import read_leaves
 from ckptstore.skeleton import union
 from ckptstore.store.base import Store
 from ckptstore.stored_leaves import find_unequal_scalars, stored_leaves
+from ckptstore.tensor import TensorSpec
 from ckptstore.tied import join_tied
 from ckptstore.translation import Translation
 
@@ -50,6 +52,14 @@ class RestoreReport:
     untaken: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Restored:
+    """What was read of the index: `table` has all rows of the tensors that the member wanted."""
+
+    index: OpenIndex
+    table: ChunkTable
+
+
 def restore_member(
     store: Store,
     ref: ObjectRef,
@@ -60,14 +70,14 @@ def restore_member(
     strict: bool,
     clock: Clock,
     mapping: TensorMap | None = None,
-) -> tuple[Index, RestoreReport]:
+) -> tuple[Restored, RestoreReport]:
     """Fill `state` in place for `member`, one of `size` ranks of its role, from the checkpoint of index `ref`.
 
     Raises what `Checkpointer.restore` documents; marks nothing.
     """
     started = clock.monotonic()
-    index = _twice(clock, lambda: read_index(store, ref))
-    stored = {spec.name: spec for spec in index.table.tensors}
+    index = _twice(clock, lambda: open_index(store, ref))
+    stored: Mapping[str, TensorSpec] = index.rows.tensors.by_name
     translation = None
     if mapping is None:
         binding = _twice(clock, lambda: _fit(store, index, member, size, state))
@@ -79,15 +89,21 @@ def restore_member(
         stored = binding.check_translated(translation)
     binding.refuse(strict=strict)
     leaves = binding.present(stored)
+    names = {
+        name
+        for leaf in leaves
+        for name in (translation.equals(leaf.spec.name) if translation is not None else (leaf.spec.name,))
+    }
+    table = _twice(clock, lambda: index.table(names))
     if translation is not None:
-        binding.mismatched += find_unequal_scalars(store, index.table, translation, leaves)
-        leaves = stored_leaves(index.table, translation, leaves)
-    leaves, unequal = join_tied(store, index.table, leaves)
+        binding.mismatched += find_unequal_scalars(store, table, translation, leaves)
+        leaves = stored_leaves(table, translation, leaves)
+    leaves, unequal = join_tied(store, table, leaves)
     binding.mismatched += unequal
     binding.refuse(strict=strict)
-    read = read_leaves(store, index.table, leaves)
+    read = read_leaves(store, table, leaves)
     binding.apply()
-    return index, RestoreReport(
+    return Restored(index=index, table=table), RestoreReport(
         step=index.id.step,
         checkpoint=str(index.id),
         duration_s=clock.monotonic() - started,
@@ -109,7 +125,7 @@ def _twice(clock: Clock, read: Callable[[], T]) -> T:
         return read()
 
 
-def _fit(store: Store, index: Index, member: Member, size: int, state: dict[str, Any]) -> Binding:
+def _fit(store: Store, index: OpenIndex, member: Member, size: int, state: dict[str, Any]) -> Binding:
     refs, mine = _parts(index, member, size)
     same = len(refs) == size
     parts = [read_part(store, refs[mine]).state]
@@ -125,19 +141,18 @@ def _fit(store: Store, index: Index, member: Member, size: int, state: dict[str,
 
 
 def _fit_translated(
-    store: Store, index: Index, member: Member, size: int, state: dict[str, Any], mapping: TensorMap
+    store: Store, index: OpenIndex, member: Member, size: int, state: dict[str, Any], mapping: TensorMap
 ) -> tuple[Binding, Translation]:
     """As `_fit`, onto the state under the mapping's names. One tensor may be made of what many ranks saved."""
     refs, mine = _parts(index, member, size)
     parts = [read_part(store, refs[n]).state for n in sorted(refs, key=lambda n: (n != mine, n))]
-    specs = {spec.name: spec for spec in index.table.tensors}
-    translation = Translation(mapping, union(parts), specs, role=member.role)
+    translation = Translation(mapping, union(parts), index.rows.tensors.by_name, role=member.role)
     binding = Binding(role=member.role, rank=member.rank, per_rank=len(refs) == size)
     binding.bind(state, translation.skeleton)
     return binding, translation
 
 
-def _parts(index: Index, member: Member, size: int) -> tuple[dict[int, PartRef], int]:
+def _parts(index: OpenIndex, member: Member, size: int) -> tuple[dict[int, PartRef], int]:
     """The role's parts by rank, and which of them is this member's, or stands for it when their number changed."""
     refs = {ref.member.rank: ref for ref in index.part_of(member.role)}
     if not refs:

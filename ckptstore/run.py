@@ -20,9 +20,9 @@ from ckptstore.audit import audit_index, audit_segments
 from ckptstore.catalog import RUN_KEY, Catalog, checkpoint_info, read_part
 from ckptstore.chunktable import ChunkTable
 from ckptstore.clock import Clock
-from ckptstore.commit import read_index
 from ckptstore.errors import CorruptError, MissingTensorError, NotFoundError, UnsupportedFormatError
 from ckptstore.history import FenceEntry, History, PublishEntry, SummaryEntry
+from ckptstore.index import read_index
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, CheckpointInfo, ObjectRef, Part, SegmentRef, journal_key
 from ckptstore.mapping import TensorMap
@@ -95,14 +95,15 @@ class Run:
         MissingTensorError (no name matches), LayoutMismatchError (the mapping does not fit), CorruptError.
         """
         id = self.catalog.find(step)
-        index = self.catalog.index(id)
+        index = self.catalog.open_index(id)
         refs = sorted(index.part_of(role), key=lambda ref: ref.member.rank)
         if not refs:
             roles = sorted({ref.member.role for ref in index.parts})
             raise NotFoundError(f"checkpoint {id} has no role {role!r}, only {', '.join(roles)}", role=role)
         node = union([read_part(self.catalog.store, ref).state for ref in refs], by_rank=True)
-        specs = {spec.name: spec for spec in index.table.tensors}
-        translation = Translation(mapping or TensorMap(stages=()), node, specs, role=role)
+        translation = Translation(
+            mapping or TensorMap(stages=()), node, index.rows.tensors.by_name, role=role
+        )
         node = translation.skeleton
         if names is not None:
             patterns = [names] if isinstance(names, str) else list(names)
@@ -114,9 +115,10 @@ class Run:
                 )
         found = {name: translation.spec(f"{role}/{name}") for name in tensor_names(node)}
         translation.refuse()
+        table = index.table(n for name in found for n in translation.equals(f"{role}/{name}"))
         wanted: dict[str, TensorLeaf] = {}
         value = decode(node, lambda name, numpy: _allocate(found[name], numpy, wanted))
-        read_translated(self.catalog.store, index.table, translation, list(wanted.values()))
+        read_translated(self.catalog.store, table, translation, list(wanted.values()))
         return dict(value)
 
     def tensor(
@@ -136,11 +138,10 @@ class Run:
         from ckptstore.interop.tensorstore import lazy_tensor
 
         id = self.catalog.find(step)
-        table = self.catalog.index(id).table
-        spec = next((spec for spec in table.tensors if spec.name == f"{role}/{name}"), None)
+        index = self.catalog.open_index(id)
+        spec = index.rows.tensors.by_name.get(f"{role}/{name}")
         if spec is None:
-            own = [spec.name for spec in table.tensors]
-            near = get_close_matches(f"{role}/{name}", own, n=3)
+            near = get_close_matches(f"{role}/{name}", index.rows.tensors.names, n=3)
             raise MissingTensorError(
                 f"checkpoint {id} has no tensor {name!r} of role {role!r}"
                 + (f" (near: {', '.join(near)})" if near else "")
@@ -148,7 +149,7 @@ class Run:
                 names=(name,),
                 role=role,
             )
-        return lazy_tensor(self.catalog.store, table, spec, context=context)
+        return lazy_tensor(self.catalog.store, index.table([spec.name]), spec, context=context)
 
     def verify(
         self,
@@ -204,7 +205,8 @@ class Run:
         try:
             index = read_index(self.catalog.store, at)
         except UNREADABLE as error:
-            return [Damage(key=at.key, tensor=None, problem=f"{name}: {error}")]
+            key = error.values.get("key") or error.values.get("what") or at.key  # one of its three objects
+            return [Damage(key=str(key), tensor=None, problem=f"{name}: {error}")]
         tables.append(index.table)
         segments.update({ref.key: ref for ref in index.segments})
         damage, parts = list[Damage](), list[Part]()

@@ -44,7 +44,7 @@ def stored_leaves(
     table: ChunkTable, translation: Translation, leaves: Iterable[TensorLeaf]
 ) -> list[TensorLeaf]:
     """What the leaves need, in the coordinates of the stored tensors; their data are views of the leaves' data."""
-    stored = {spec.name: spec for spec in table.tensors}
+    stored = table.tensors.by_name
     return [
         TensorLeaf(
             spec=stored[source.tensor],
@@ -73,7 +73,7 @@ def find_unequal_scalars(
     store: Store, table: ChunkTable, translation: Translation, leaves: Iterable[TensorLeaf]
 ) -> list[str]:
     """A sentence for each scalar (a step counter) that stands for stored ones that differ. Reads only those."""
-    stored = {spec.name: spec for spec in table.tensors}
+    stored = table.tensors.by_name
     scalars = {leaf.spec.name: translation.equals(leaf.spec.name) for leaf in leaves if not leaf.spec.shape}
     joined = {name: equal for name, equal in scalars.items() if len(equal) > 1}
     if not joined:

@@ -1,35 +1,37 @@
-"""Parts and indexes as Parquet objects, and back.
+"""Tables as sealed Parquet objects, and parts among them, and back.
 
-A part and an index are one object each: the chunk table as columns, everything else as JSON in the
-file's key-value metadata. Anyone can query the rows with pyarrow, pandas or DuckDB. The JSON carries
-a digest of itself and of all columns, so a part proves itself before any index names its digest.
-Byte tables: docs/reference/format-v1.md.
+A part is one object: the chunk table as columns, everything else as JSON in the file's key-value metadata.
+Anyone can query the rows with pyarrow, pandas or DuckDB. The JSON carries a digest of every other byte, so
+a table proves itself before anything names its digest. Byte tables: docs/reference/format-v1.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-import xxhash
 
 from ckptstore.chunktable import DIGEST_NBYTES, RAW, ChunkTable, compact_table
 from ckptstore.errors import CorruptError, UnsupportedFormatError
-from ckptstore.manifest import FORMAT, AttemptId, Index, Member, Part, PartRef, SegmentRef
-from ckptstore.tensor import TensorSpec, itemsize
-from ckptstore.wire import canonical, check_format, digest_of, load_json, ref_from_json, ref_to_json
+from ckptstore.manifest import FORMAT, AttemptId, Member, Part, SegmentRef
+from ckptstore.tensor import DTYPES
+from ckptstore.tensors import Tensors
+from ckptstore.wire import canonical, check_format, digest_of, load_json
 
 META = b"ckptstore"
-ROW_GROUP_ROWS = 131_072
-_PLAIN = ("digest", "stored_digest")
+PLAIN = ("digest", "stored_digest", "header")
+_NO_CHECK = "0" * 2 * DIGEST_NBYTES
+_TEXTS = ("tensor", "dtype", "segment", "codec", "base")
 
 
 def encode_part(part: Part) -> bytes:
+    table = compact_table(part.table)
     meta = {
-        "format": FORMAT,
         "kind": "part",
         "run": part.run,
         "write": part.write,
@@ -39,20 +41,33 @@ def encode_part(part: Part) -> bytes:
         "layout": part.layout,
         "policy_version": part.policy_version,
         "planned": part.planned,
-        "segments": _segments_to_json(part.segments),
+        "segments": [[ref.key, ref.nbytes, ref.header] for ref in part.segments],
         "witnesses": dict(part.witnesses),
         "state": part.state,
         "nbytes_written": part.nbytes_written,
         "nbytes_reused": part.nbytes_reused,
         "refused": part.refused,
     }
-    return _encode(meta, part.table)
+    tensors = table.tensors
+    columns = {
+        "tensor": _strings(tensors.names, table.tensor),
+        "dtype": _strings(tensors.dtypes, tensors.dtype[table.tensor]),
+        "ndim": pa.array(tensors.ndim[table.tensor]),
+        **spread("dim", tensors.padded(table.offset.shape[1])[table.tensor]),
+        **box_columns(table),
+        "segment": _strings(table.segments, table.segment),
+        **chunk_columns(table),
+    }
+    data, _ = seal(meta, columns, dictionary=_TEXTS)
+    return data
 
 
 def decode_part(data: bytes, what: str) -> Part:
     """Raises CorruptError or UnsupportedFormatError naming `what`."""
-    meta, table = _decode(data, what, "part")
-    try:
+
+    def read(file: pq.ParquetFile, meta: dict[str, Any]) -> Part:
+        table = _part_table(file.read(use_threads=False))
+        check_table(table, what)
         return Part(
             run=str(meta["run"]),
             write=str(meta["write"]),
@@ -61,7 +76,9 @@ def decode_part(data: bytes, what: str) -> Part:
             layout=str(meta["layout"]),
             policy_version=meta["policy_version"],
             planned=int(meta["planned"]),
-            segments=_segments_from_json(meta["segments"]),
+            segments=tuple(
+                SegmentRef(key=str(k), nbytes=int(n), header=str(h)) for k, n, h in meta["segments"]
+            ),
             witnesses={str(k): str(v) for k, v in meta["witnesses"].items()},
             state=meta["state"],
             nbytes_written=int(meta["nbytes_written"]),
@@ -69,259 +86,284 @@ def decode_part(data: bytes, what: str) -> Part:
             refused=meta["refused"],
             table=table,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptError(
-            f"{what} lacks a field or has a wrong one ({error!r}): it is damaged", what=what
-        ) from error
+
+    check_seal(data, what)
+    part: Part = open_table(data, what, "part", read, texts=_TEXTS)
+    return part
 
 
-def encode_index(index: Index) -> bytes:
-    meta = {
-        "format": FORMAT,
-        "kind": "index",
-        "run": index.run,
-        "id": str(index.id),
-        "parts": [
-            {"role": ref.member.role, "rank": ref.member.rank, **ref_to_json(ref.object)}
-            for ref in index.parts
-        ],
-        "segments": _segments_to_json(index.segments),
-    }
-    return _encode(meta, index.table)
+# -- sealed Parquet files
 
 
-def decode_index(data: bytes, what: str) -> Index:
-    """Raises CorruptError or UnsupportedFormatError naming `what`."""
-    meta, table = _decode(data, what, "index")
-    try:
-        return Index(
-            run=str(meta["run"]),
-            id=AttemptId.parse(meta["id"]),
-            parts=tuple(
-                PartRef(member=Member(role=ref["role"], rank=int(ref["rank"])), object=ref_from_json(ref))
-                for ref in meta["parts"]
-            ),
-            segments=_segments_from_json(meta["segments"]),
-            table=table,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptError(
-            f"{what} lacks a field or has a wrong one ({error!r}): it is damaged", what=what
-        ) from error
+def seal(
+    meta: Mapping[str, Any],
+    columns: Mapping[str, Any],
+    *,
+    dictionary: Sequence[str] = (),
+    group_rows: int | None = None,
+) -> tuple[bytes, int]:
+    """The file of these columns, and how many bytes its tail has: all behind the last row group.
 
-
-def _segments_to_json(segments: tuple[SegmentRef, ...]) -> list[list[Any]]:
-    return [[ref.key, ref.nbytes, ref.header] for ref in segments]
-
-
-def _segments_from_json(value: Any) -> tuple[SegmentRef, ...]:
-    return tuple(SegmentRef(key=str(k), nbytes=int(n), header=str(h)) for k, n, h in value)
-
-
-# -- columns
-
-
-def _strings(names: tuple[str, ...], codes: npt.NDArray[Any]) -> Any:
-    values = pa.array(names if names else [""], pa.string())
-    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), values)
-
-
-def _digests(column: npt.NDArray[np.uint8]) -> Any:
-    data = pa.py_buffer(np.ascontiguousarray(column))
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(DIGEST_NBYTES), len(column), [None, data])
-
-
-def _columns(table: ChunkTable) -> dict[str, Any]:
-    depth = table.offset.shape[1]
-    dims = np.zeros((len(table.tensors) or 1, depth), np.int64)
-    for n, spec in enumerate(table.tensors):
-        dims[n, : len(spec.shape)] = spec.shape
-    dtypes = tuple(sorted({spec.dtype for spec in table.tensors}))
-    dtype_codes = np.array([dtypes.index(spec.dtype) for spec in table.tensors] or [0], np.int32)
-    ndims = np.array([len(spec.shape) for spec in table.tensors] or [0], np.int8)
-    columns: dict[str, Any] = {
-        "tensor": _strings(tuple(s.name for s in table.tensors), table.tensor).cast(pa.string()),
-        "dtype": _strings(dtypes, dtype_codes[table.tensor]),
-        "ndim": pa.array(ndims[table.tensor]),
-    }
-    for d in range(depth):
-        columns[f"dim{d}"] = pa.array(dims[table.tensor, d])
-    for d in range(depth):
-        columns[f"offset{d}"] = pa.array(np.ascontiguousarray(table.offset[:, d]))
-    for d in range(depth):
-        columns[f"shape{d}"] = pa.array(np.ascontiguousarray(table.shape[:, d]))
-    columns["segment"] = _strings(table.segments, table.segment)
-    columns["start"] = pa.array(table.start)
-    columns["nbytes"] = pa.array(table.nbytes)
-    columns["codec"] = _strings(table.codecs, table.codec)
-    columns["base"] = pa.array(table.base or [""] * len(table), pa.string()).dictionary_encode()
-    columns["reuses"] = pa.array(table.reuses)
-    columns["digest"] = _digests(table.digest)
-    columns["stored_digest"] = _digests(table.stored_digest)
-    return columns
-
-
-def _rows_digest(table: ChunkTable) -> str:
-    """Digest of all columns in their memory form: independent of how Parquet lays them out."""
-    hasher = xxhash.xxh3_128()
-    names = [[s.name, s.dtype, list(s.shape)] for s in table.tensors]
-    hasher.update(canonical([names, table.segments, table.codecs, table.base]))
-    for column in (
-        table.tensor, table.offset, table.shape, table.segment, table.start, table.nbytes,
-        table.digest, table.stored_digest, table.codec, table.reuses,
-    ):  # fmt: skip
-        hasher.update(np.ascontiguousarray(column).astype(column.dtype.newbyteorder("<")).view(np.uint8).data)
-    return hasher.hexdigest()
-
-
-def _encode(meta: dict[str, Any], table: ChunkTable) -> bytes:
-    table = compact_table(table)
-    meta = {**meta, "rows": len(table), "rows_digest": _rows_digest(table)}
-    meta["check"] = digest_of(canonical(meta))
-    columns = _columns(table)
-    arrow = pa.table(columns)
-    integers = [n for n, c in columns.items() if pa.types.is_integer(c.type)]
+    `meta` gets the number of rows, the row groups with their digests, and `check`: the digest of the whole
+    file with zeros in place of `check` itself.
+    """
+    table = pa.table(dict(columns))
+    integers = [n for n in columns if pa.types.is_integer(columns[n].type)]
+    texts = [n for n in columns if n not in dictionary and pa.types.is_string(columns[n].type)]
     sink = pa.BufferOutputStream()
+    ends = [4]
     with pq.ParquetWriter(
         sink,
-        arrow.schema,
-        use_dictionary=["dtype", "segment", "codec", "base"],
+        table.schema,
+        use_dictionary=list(dictionary),
         column_encoding={
-            "tensor": "DELTA_BYTE_ARRAY",
             **{n: "DELTA_BINARY_PACKED" for n in integers if n != "ndim"},
-            **dict.fromkeys(_PLAIN, "PLAIN"),
+            **dict.fromkeys(texts, "DELTA_BYTE_ARRAY"),
+            **{n: "PLAIN" for n in columns if n in PLAIN},
         },
-        compression={n: "NONE" if n in _PLAIN else "ZSTD" for n in columns},
-        write_statistics=["tensor"],
+        compression={n: "NONE" if n in PLAIN else "ZSTD" for n in columns},
+        write_statistics=False,
         write_page_checksum=True,
         store_schema=False,
     ) as writer:
-        writer.write_table(arrow, row_group_size=ROW_GROUP_ROWS)
-        writer.add_key_value_metadata({META.decode(): canonical(meta).decode()})
-    return bytes(sink.getvalue())
+        most = group_rows or max(table.num_rows, 1)
+        for start in range(0, table.num_rows, most):
+            writer.write_table(table.slice(start, most), row_group_size=most)
+            ends.append(sink.tell())
+        # What is written already can be seen only once the sink is closed, so the digests come in afterwards.
+        sizes = [stop - start for start, stop in pairwise(ends)]
+        groups = [[_NO_CHECK, size] for size in sizes]
+        told = {"format": FORMAT, **meta, "rows": table.num_rows, "groups": groups, "check": _NO_CHECK}
+        text = canonical(told)
+        writer.add_key_value_metadata({META.decode(): text.decode()})
+    data = bytearray(sink.getvalue())
+    view = memoryview(data)
+    for start, size, group in zip(ends, sizes, groups, strict=False):
+        group[0] = digest_of(view[start : start + size])
+    at = data.rindex(text)
+    data[at : at + len(text)] = canonical(told)
+    _put_check(data, at, len(text))
+    return bytes(data), len(data) - ends[-1]
 
 
-def _decode(data: bytes, what: str, kind: str) -> tuple[dict[str, Any], ChunkTable]:
+def _put_check(data: bytearray, at: int, nbytes: int) -> None:
+    place = data.index(b'"check":"' + _NO_CHECK.encode(), at, at + nbytes) + len(b'"check":"')
+    data[place : place + len(_NO_CHECK)] = digest_of(data).encode()
+
+
+def check_seal(data: bytes, what: str) -> None:
+    """Refuse a table of which any byte is not the one that was written."""
+    at = data.rfind(b'{"check":"') + len(b'{"check":"')  # the first key in order, of the last such object
+    check = data[at : at + len(_NO_CHECK)]
+    view = memoryview(data)
+    if digest_of_parts(view[:at], _NO_CHECK.encode(), view[at + len(_NO_CHECK) :]) != check.decode("latin-1"):
+        _refuse_newer(data, what)
+        raise CorruptError(f"{what} fails its check: it is damaged, or is no table of ckptstore's", what=what)
+
+
+def digest_of_parts(*parts: Any) -> str:
+    """Digest of these bytes end to end, in hex."""
+    import xxhash
+
+    hasher = xxhash.xxh3_128()
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
+
+
+def _refuse_newer(data: bytes, what: str) -> None:
+    """A newer format may be sealed in another way: then say so."""
     try:
-        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        raw = (pq.ParquetFile(pa.BufferReader(data)).metadata.metadata or {}).get(META)
+        number = load_json(raw, what).get("format") if raw is not None else None
+    except Exception:  # damaged bytes make pyarrow raise many kinds; the caller says what they mean
+        return
+    if isinstance(number, int):
+        check_format(number, what)
+
+
+def open_table(
+    data: Any,
+    what: str,
+    kind: str,
+    read: Callable[[pq.ParquetFile, dict[str, Any]], Any],
+    *,
+    texts: Sequence[str] = (),
+) -> Any:
+    """What `read` makes of a proven table of `kind` and its JSON; `texts` are read as dictionaries.
+
+    Whatever fails in it is raised as CorruptError or UnsupportedFormatError naming `what`.
+    """
+    try:
+        file = pq.ParquetFile(
+            pa.BufferReader(data), page_checksum_verification=True, read_dictionary=list(texts)
+        )
         raw = (file.metadata.metadata or {}).get(META)
         if raw is None:
             raise CorruptError(f"{what} is a Parquet file, but not ckptstore's: look at its key", what=what)
         meta = load_json(raw, what)
         check_format(meta.get("format"), what)
-        check = meta.pop("check", None)
-        if check != digest_of(canonical(meta)):
-            raise CorruptError(f"{what} fails its check ({check}): it is damaged", what=what)
         if meta.get("kind") != kind:
             raise CorruptError(f"{what} is a {meta.get('kind')!r}, not a {kind}: it is misplaced", what=what)
-        table = _table(file.read())
+        if meta["rows"] != file.metadata.num_rows:
+            raise CorruptError(
+                f"{what} has {file.metadata.num_rows} rows where {meta['rows']} were written", what=what
+            )
+        return read(file, meta)
     except (CorruptError, UnsupportedFormatError):
         raise
     except Exception as error:  # pyarrow raises many kinds on damaged bytes; all of them mean the same here
-        raise CorruptError(f"{what} is not a readable table ({error}): it is damaged", what=what) from error
-    if len(table) != meta["rows"] or _rows_digest(table) != meta["rows_digest"]:
         raise CorruptError(
-            f"{what}: its {len(table)} rows are not those that were written: it is damaged", what=what
-        )
-    check_table(table, what)
-    return meta, table
+            f"{what} is not a readable {kind}, or lacks a field ({error!r}): it is damaged", what=what
+        ) from error
 
 
-def _codes(column: Any) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
-    merged = column.combine_chunks()
-    if not pa.types.is_dictionary(merged.type):
-        merged = merged.dictionary_encode()
+# -- columns
+
+
+def box_columns(table: ChunkTable) -> dict[str, Any]:
+    return {**spread("offset", table.offset), **spread("shape", table.shape)}
+
+
+def chunk_columns(table: ChunkTable) -> dict[str, Any]:
+    """What parts and indexes say of a chunk besides its tensor, box and segment."""
+    nothing = pa.nulls(len(table), pa.string())
+    return {
+        "start": pa.array(table.start),
+        "nbytes": pa.array(table.nbytes),
+        "codec": _strings(table.codecs, table.codec),
+        "base": pa.array([b or None for b in table.base], pa.string()) if any(table.base) else nothing,
+        "reuses": pa.array(table.reuses),
+        "digest": digests(table.digest),
+        "stored_digest": _stored(table),
+    }
+
+
+def spread(prefix: str, grid: npt.NDArray[Any]) -> dict[str, Any]:
+    return {f"{prefix}{d}": pa.array(np.ascontiguousarray(grid[:, d])) for d in range(grid.shape[1])}
+
+
+def _strings(names: tuple[str, ...], codes: npt.NDArray[Any]) -> Any:
+    values = pa.array(names if names else [""], pa.string())
+    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), values).cast(pa.string())
+
+
+def digests(column: npt.NDArray[np.uint8]) -> Any:
+    data = pa.py_buffer(np.ascontiguousarray(column))
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(DIGEST_NBYTES), len(column), [None, data])
+
+
+def _stored(table: ChunkTable) -> Any:
+    if table.stored_digest is None:
+        return pa.nulls(len(table), pa.binary(DIGEST_NBYTES))
+    values = [row.tobytes() if row.any() else None for row in table.stored_digest]
+    return pa.array(values, pa.binary(DIGEST_NBYTES))
+
+
+def codes_of(column: Any) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
+    """The sorted distinct texts of a column, and which of them each row has; null is `""`."""
+    merged = column.unify_dictionaries().combine_chunks()
     if isinstance(merged, pa.ChunkedArray):
-        merged = merged.unify_dictionaries().combine_chunks() if merged.num_chunks else None
-    if merged is None or len(merged) == 0:
+        merged = merged.chunk(0) if merged.num_chunks else None
+    if merged is None or not len(merged):
         return (), np.zeros(0, np.int32)
-    names = tuple(str(v) for v in merged.dictionary.to_pylist())
-    codes = np.asarray(merged.indices, np.int32)
+    names = [str(v) for v in merged.dictionary.to_pylist()]
+    codes = merged.indices.fill_null(len(names)) if merged.null_count else merged.indices
+    names += [""] if merged.null_count else []
     order = sorted(range(len(names)), key=names.__getitem__)
     place = np.empty(len(names), np.int32)
     place[order] = np.arange(len(names), dtype=np.int32)
-    return tuple(names[n] for n in order), place[codes]
+    return tuple(names[n] for n in order), place[np.asarray(codes, np.int64)]
 
 
-def _binary(column: Any, rows: int) -> npt.NDArray[np.uint8]:
-    merged = column.combine_chunks()
-    chunks = merged.chunks if isinstance(merged, pa.ChunkedArray) else [merged]
+def ints(arrow: Any, name: str, dtype: Any = np.int64) -> npt.NDArray[Any]:
+    return np.asarray(arrow.column(name).to_numpy()).astype(dtype, copy=False)
+
+
+def grid(arrow: Any, prefix: str) -> npt.NDArray[np.int64]:
+    """Columns `prefix0`, `prefix1`, … side by side."""
+    depth = sum(name.startswith(prefix) and name[len(prefix) :].isdigit() for name in arrow.column_names)
+    out = np.empty((arrow.num_rows, depth), np.int64)
+    for d in range(depth):
+        out[:, d] = ints(arrow, f"{prefix}{d}")
+    return out
+
+
+def binary(column: Any) -> npt.NDArray[np.uint8]:
     parts = [
         np.frombuffer(c.buffers()[1], np.uint8)[
             c.offset * DIGEST_NBYTES : (c.offset + len(c)) * DIGEST_NBYTES
         ]
-        for c in chunks
+        for c in column.chunks
+        if len(c)
     ]
-    return (
-        np.concatenate(parts).reshape(rows, DIGEST_NBYTES)
-        if parts
-        else np.zeros((0, DIGEST_NBYTES), np.uint8)
-    )
+    whole = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+    return whole.reshape(-1, DIGEST_NBYTES)
 
 
-def _table(arrow: Any) -> ChunkTable:
-    rows = arrow.num_rows
-    depth = sum(name.startswith("offset") for name in arrow.column_names)
+def chunk_fields(arrow: Any) -> dict[str, Any]:
+    """The fields of a ChunkTable that `box_columns` and `chunk_columns` hold."""
+    codecs, codec = codes_of(arrow.column("codec"))
+    stored = arrow.column("stored_digest")
+    encoded = None
+    if stored.null_count < len(stored):
+        rows = [v if v is not None else bytes(DIGEST_NBYTES) for v in stored.to_pylist()]
+        encoded = np.frombuffer(b"".join(rows), np.uint8).reshape(-1, DIGEST_NBYTES)
+    base = arrow.column("base")
+    return {
+        "offset": grid(arrow, "offset"),
+        "shape": grid(arrow, "shape"),
+        "start": ints(arrow, "start"),
+        "nbytes": ints(arrow, "nbytes"),
+        "codecs": codecs or (RAW,),
+        "codec": codec.astype(np.int16),
+        "reuses": ints(arrow, "reuses", np.int32),
+        "digest": binary(arrow.column("digest")),
+        "stored_digest": encoded,
+        "base": tuple(v or "" for v in base.to_pylist()) if base.null_count < len(base) else (),
+    }
 
-    def ints(name: str, dtype: Any = np.int64) -> npt.NDArray[Any]:
-        return np.asarray(arrow.column(name).to_numpy()).astype(dtype)
 
-    def grid(prefix: str) -> npt.NDArray[np.int64]:
-        return (
-            np.stack([ints(f"{prefix}{d}") for d in range(depth)], axis=1)
-            if rows
-            else np.zeros((0, depth), np.int64)
-        )
-
-    names, tensor = _codes(arrow.column("tensor"))
-    dtypes, dtype = _codes(arrow.column("dtype"))
-    segments, segment = _codes(arrow.column("segment"))
-    codecs, codec = _codes(arrow.column("codec"))
-    bases, base = _codes(arrow.column("base"))
-    first = np.searchsorted(tensor, np.arange(len(names)))
-    ndim, dims = ints("ndim"), grid("dim")
-    specs = tuple(
-        TensorSpec(name=name, dtype=dtypes[dtype[row]], shape=tuple(int(v) for v in dims[row, : ndim[row]]))
-        for name, row in zip(names, first.tolist(), strict=True)
+def _part_table(arrow: Any) -> ChunkTable:
+    names, tensor = codes_of(arrow.column("tensor"))
+    dtypes, dtype = codes_of(arrow.column("dtype"))
+    segments, segment = codes_of(arrow.column("segment"))
+    first = np.searchsorted(tensor, np.arange(len(names), dtype=np.int32))
+    tensors = Tensors(
+        names=names,
+        dtypes=dtypes,
+        dtype=dtype[first].astype(np.int16),
+        ndim=ints(arrow, "ndim", np.int8)[first],
+        dims=grid(arrow, "dim")[first],
     )
     return ChunkTable(
-        tensors=specs,
-        segments=segments,
-        codecs=codecs or (RAW,),
-        tensor=tensor,
-        offset=grid("offset"),
-        shape=grid("shape"),
-        segment=segment,
-        start=ints("start"),
-        nbytes=ints("nbytes"),
-        digest=_binary(arrow.column("digest"), rows),
-        stored_digest=_binary(arrow.column("stored_digest"), rows),
-        codec=codec.astype(np.int16),
-        reuses=ints("reuses", np.int32),
-        base=tuple(bases[b] for b in base) if any(bases) else (),
+        tensors=tensors, tensor=tensor, segments=segments, segment=segment, **chunk_fields(arrow)
     )
 
 
 def check_table(table: ChunkTable, what: str) -> None:
     """Refuse rows that can never be true: boxes outside their tensors, sizes that do not fit, bad offsets."""
+    unknown = [name for name in table.tensors.dtypes if name not in DTYPES]
+    if unknown:
+        raise UnsupportedFormatError(
+            f"{what} has tensors of dtype {unknown[0]!r}: upgrade ckptstore", what=what
+        )
     if not len(table):
         return
     depth = table.offset.shape[1]
-    dims = np.ones((len(table.tensors), depth), np.int64)
-    for n, spec in enumerate(table.tensors):
-        dims[n, : len(spec.shape)] = spec.shape
-    sizes = np.array([itemsize(spec.dtype) for spec in table.tensors], np.int64)
-    wrong = ((table.offset < 0) | (table.shape < 0) | (table.offset + table.shape > dims[table.tensor])).any(
-        axis=1
-    )
+    limit = table.tensors.padded(depth, 1)[table.tensor]
+    wrong = np.zeros(len(table), np.bool_)
+    for d in range(depth):
+        offset, extent = table.offset[:, d], table.shape[:, d]
+        wrong |= (offset < 0) | (extent < 0) | (offset > limit[:, d]) | (extent > limit[:, d] - offset)
     raw = np.array([codec == RAW for codec in table.codecs])[table.codec]
-    wrong |= raw & (table.nbytes != table.shape.prod(axis=1) * sizes[table.tensor])
+    wrong |= raw & (table.nbytes != table.shape.prod(axis=1) * table.tensors.itemsizes[table.tensor])
     wrong |= (table.start < 0) | (table.nbytes < 0)
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise CorruptError(
-            f"{what}: chunk {row} of {table.spec(row).name} has box {table.box(row)} and "
-            f"{int(table.nbytes[row])} bytes, which cannot be: it is damaged",
+            f"{what}: chunk {row} of {table.spec(row).name} has box {table.offset[row].tolist()}, "
+            f"{table.shape[row].tolist()} and {int(table.nbytes[row])} bytes, which cannot be: it is damaged",
             what=what,
             tensor=table.spec(row).name,
         )

@@ -53,8 +53,7 @@ def _equal(store: Store, table: ChunkTable, one: TensorLeaf, two: TensorLeaf) ->
 
 
 def _chunks(table: ChunkTable, name: str) -> set[tuple[Any, bytes]]:
-    number = next(n for n, spec in enumerate(table.tensors) if spec.name == name)
-    rows = np.flatnonzero(table.tensor == number).tolist()
+    rows = np.flatnonzero(table.tensor == table.tensors.find(name)).tolist()
     return {(table.box(row), table.digest[row].tobytes()) for row in rows}
 
 

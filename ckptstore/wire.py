@@ -59,11 +59,20 @@ def load_json(data: bytes, what: str) -> dict[str, Any]:
 
 
 def ref_to_json(ref: ObjectRef) -> dict[str, Any]:
-    return {"key": ref.key, "nbytes": ref.nbytes, "digest": ref.digest}
+    value: dict[str, Any] = {"key": ref.key, "nbytes": ref.nbytes, "digest": ref.digest}
+    if ref.tail is not None:
+        value["tail"] = {"nbytes": ref.tail[0], "digest": ref.tail[1]}
+    return value
 
 
 def ref_from_json(value: Any) -> ObjectRef:
-    return ObjectRef(key=str(value["key"]), nbytes=int(value["nbytes"]), digest=str(value["digest"]))
+    tail = value.get("tail")
+    return ObjectRef(
+        key=str(value["key"]),
+        nbytes=int(value["nbytes"]),
+        digest=str(value["digest"]),
+        tail=None if tail is None else (int(tail["nbytes"]), str(tail["digest"])),
+    )
 
 
 def roster_to_json(roster: Roster) -> list[list[Any]]:

@@ -21,7 +21,7 @@ MODULE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "tensor", "layout", "chunktable", "manifest"),
+    ("errors", "tensor", "tensors", "layout", "chunktable", "manifest"),
     (
         *(
             "plan",
@@ -45,6 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "wire",
         "tablefile",
+        "indexfile",
         "segment",
         "interop",
         "interop.torch_tensor",
@@ -65,6 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "stored_leaves",
         "audit",
         "commit",
+        "index",
         "catalog",
         "recovery.launcher",
         "recovery.ray",

@@ -102,7 +102,8 @@ def _reaches(run: Run, info: CheckpointInfo, damage: Sequence[Damage]) -> bool:
         return False
     commit = run.catalog.history.fold.commits[info.id]
     keys = {each.key for each in damage}
-    if commit.index.key in keys or any(key.startswith("journal/") for key in keys):
+    stem = commit.index.key.removesuffix("parquet")  # of its three objects
+    if any(key.startswith(stem) for key in keys) or any(key.startswith("journal/") for key in keys):
         return True
     index = run.catalog.index(info.id)
     if any(ref.object.key in keys for ref in index.parts):

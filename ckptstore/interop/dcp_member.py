@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptstore.claim import claim
 from ckptstore.clock import SystemClock
-from ckptstore.commit import Committer, read_index
+from ckptstore.commit import Committer
 from ckptstore.errors import (
     CkptStoreError,
     CorruptError,
@@ -23,6 +23,7 @@ from ckptstore.errors import (
     InvalidInputError,
 )
 from ckptstore.incarnation import Token
+from ckptstore.index import read_index
 from ckptstore.interop.dcp_items import Item
 from ckptstore.interop.dcp_names import dcp_layout
 from ckptstore.journal import Journal

@@ -36,7 +36,7 @@ def lazy_tensor(
     """
     ts = _tensorstore(spec)
     dtype = _dtype(ts, spec)
-    rows = np.flatnonzero(table.tensor == table.tensors.index(spec))
+    rows = np.flatnonzero(table.tensor == table.tensors.find(spec.name))
     own = compact_table(table.take(rows))  # what the result holds on to, instead of the whole table
     boxes = [box for box in map(own.box, range(len(own))) if box.numel]
     make = _Make(ts=ts, dtype=dtype, context=context, read=_Read(store=store, table=own, spec=spec))

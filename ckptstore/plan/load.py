@@ -1,23 +1,25 @@
 """Decide which byte ranges to read to fill the wanted boxes, from a chunk table alone.
 
 Whole chunks are read, because their checksums are of whole chunks; a chunk that several targets
-need is read once. Rows that nobody wants are never looked at one by one, so that one rank of a
-thousand plans in milliseconds. Errors come before any target is touched, all of them together.
+need is read once. The plan is columns like the table, so that one rank of a thousand, or twenty
+thousand small tensors, plan in milliseconds. Errors come before any target is touched, all of them
+together.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore.chunktable import ChunkTable
-from ckptstore.cut import find_untiled
+from ckptstore.cut import find_untiled_in
 from ckptstore.errors import CorruptError, InvalidInputError, LayoutMismatchError, MissingTensorError
-from ckptstore.tensor import Box, Shard
+from ckptstore.tensor import Box, TensorSpec, itemsize
 
 GAP_NBYTES = 64 * 2**10
 BATCH_NBYTES = 16 * 2**20
@@ -25,6 +27,15 @@ BATCH_NBYTES = 16 * 2**20
 _SHOWN = 5
 
 Ints = npt.NDArray[np.int64]
+
+
+class Wanted(Protocol):
+    """What a target is to a plan: a shard, or a leaf of a state. Its box lies within the spec's shape."""
+
+    @property
+    def spec(self) -> TensorSpec: ...
+    @property
+    def box(self) -> Box: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,42 +47,66 @@ class Piece:
     box: Box
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Read:
     """One ranged read of whole chunks: `nbytes` from byte `start` of `segment`.
 
-    `rows` are the chunks that are wanted, by rising start; `pieces[n]` is what `rows[n]` gives, at
-    least one piece. Bytes between the chunks are read and dropped.
+    `rows` are the chunks that are wanted, by rising start. Bytes between the chunks are read and
+    dropped. In a load plan, `first` is the place of `rows[0]` among the plan's rows.
     """
 
     segment: str
     start: int
     nbytes: int
-    rows: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    rows: Ints
+    first: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pieces:
+    """Columns, by segment, start and target: chunk `row` gives the box `lo`, `n` to `wanted[target]`.
+
+    `lo` is in global coordinates; both are padded as in the chunk table. `bounds[k]` to
+    `bounds[k + 1]` are the pieces of the k-th row of the plan.
+    """
+
+    row: Ints
+    target: Ints
+    lo: Ints
+    n: Ints
+    bounds: Ints
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def piece(self, at: int, ndim: int) -> Piece:
+        """One piece as an object; `ndim` is that of its tensor."""
+        box = Box(offset=tuple(self.lo[at, :ndim].tolist()), shape=tuple(self.n[at, :ndim].tolist()))
+        return Piece(row=int(self.row[at]), target=int(self.target[at]), box=box)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadPlan:
     """All reads, by segment and start; `nbytes_wanted` counts the elements of the targets."""
 
     reads: tuple[Read, ...]
+    pieces: Pieces
     nbytes_wanted: int
     nbytes_read: int
 
 
 def plan_load(
     table: ChunkTable,
-    wanted: Sequence[Shard],
+    wanted: Sequence[Wanted],
     *,
     gap_nbytes: int = GAP_NBYTES,
     batch_nbytes: int = BATCH_NBYTES,
 ) -> LoadPlan:
     """The reads that give every element of every wanted box once.
 
-    Names are those of the table (`role/name`); `replicas` are ignored. Chunks in one segment that
-    lie at most `gap_nbytes` apart are read together, up to `batch_nbytes`; a larger chunk is read
-    alone. Targets without elements need no read, but their tensor must exist.
+    Names are those of the table (`role/name`). Chunks in one segment that lie at most `gap_nbytes`
+    apart are read together, up to `batch_nbytes`; a larger chunk is read alone. Targets without
+    elements need no read, but their tensor must exist.
 
     MissingTensorError if the table lacks a tensor, else LayoutMismatchError if one has another
     dtype or global shape, else CorruptError if the chunks leave a gap or overlap in a wanted box;
@@ -83,30 +118,32 @@ def plan_load(
             gap_nbytes=gap_nbytes,
             batch_nbytes=batch_nbytes,
         )
+    if (table.tensor[1:] < table.tensor[:-1]).any() or table.offset.shape[1] < _depth(table):
+        raise CorruptError("the chunk table is unsorted or lacks dimensions; read another copy of it")
     problems = _Problems()
-    tensors = [problems.find(table, shard) for shard in wanted]
-    targets = [n for n, shard in enumerate(wanted) if tensors[n] >= 0 and shard.box.numel]
-    overlaps = _overlaps(table, wanted, targets, np.array([tensors[n] for n in targets], np.int64))
+    targets = _targets(table, wanted, problems)
+    overlaps = _overlaps(table, targets)
     problems.prove(wanted, targets, overlaps)
     problems.refuse()
-    reads = _reads(table, overlaps, gap_nbytes, batch_nbytes)
+    reads, pieces = _reads(table, overlaps, gap_nbytes, batch_nbytes)
     return LoadPlan(
         reads=reads,
-        nbytes_wanted=sum(shard.nbytes for shard in wanted),
+        pieces=pieces,
+        nbytes_wanted=targets.nbytes,
         nbytes_read=sum(read.nbytes for read in reads),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Overlaps:
-    """Columns: chunk `row` shares the box `lo`, `n` (padded as in the table) with `wanted[target]`."""
+def all_reads(
+    table: ChunkTable, *, gap_nbytes: int = GAP_NBYTES, batch_nbytes: int = BATCH_NBYTES
+) -> tuple[Read, ...]:
+    """Every chunk once, in ranges of neighbours."""
+    rows = np.lexsort((table.start, table.segment))
+    return _batched(table, rows, gap_nbytes, batch_nbytes)
 
-    row: Ints
-    target: Ints
-    place: Ints  # index of the target in the list of targets that have elements
-    lo: Ints
-    n: Ints
-    inner: Ints  # lo within the target
+
+def _depth(table: ChunkTable) -> int:
+    return int(table.tensors.ndim.max()) if len(table.tensors) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,27 +154,11 @@ class _Problems:
     mismatched: dict[str, str] = field(default_factory=dict)
     uncovered: dict[str, str] = field(default_factory=dict)
 
-    def find(self, table: ChunkTable, shard: Shard) -> int:
-        """Index of the shard's tensor in the table; -1, noted, if it is not the same tensor."""
-        spec = shard.spec
-        at = bisect_left(table.tensors, spec.name, key=lambda other: other.name)
-        if at == len(table.tensors) or table.tensors[at].name != spec.name:
-            self.missing[spec.name] = f"{spec.name} is not in the checkpoint"
-            return -1
-        stored = table.tensors[at]
-        if stored != spec:
-            self.mismatched[spec.name] = (
-                f"{spec.name} is stored as {stored.dtype}{list(stored.shape)}, "
-                f"not as {spec.dtype}{list(spec.shape)}"
-            )
-            return -1
-        return at
-
-    def prove(self, wanted: Sequence[Shard], targets: Sequence[int], overlaps: _Overlaps) -> None:
+    def prove(self, wanted: Sequence[Wanted], targets: _Targets, overlaps: _Overlaps) -> None:
         """Note each target that the overlaps do not tile."""
-        wholes = [wanted[n].box.shape for n in targets]
-        for item in find_untiled(wholes, overlaps.place, overlaps.inner, overlaps.n):
-            shard = wanted[targets[item.whole]]
+        inner = overlaps.lo - targets.lo[overlaps.place]
+        for item in find_untiled_in(targets.n, targets.ndim, overlaps.place, inner, overlaps.n):
+            shard = wanted[int(targets.number[item.whole])]
             self.uncovered.setdefault(
                 shard.spec.name, f"{shard.spec.name} has, within offset {shard.box.offset}, a {item}"
             )
@@ -164,75 +185,151 @@ class _Problems:
         )
 
 
-def _overlaps(table: ChunkTable, wanted: Sequence[Shard], targets: Sequence[int], tensors: Ints) -> _Overlaps:
-    depth = table.offset.shape[1]
-    if any(len(wanted[n].box.shape) > depth for n in targets) or (table.tensor[1:] < table.tensor[:-1]).any():
-        raise CorruptError("the chunk table is unsorted or lacks dimensions; read another copy of it")
-    boxes = [wanted[n].box for n in targets]
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Targets:
+    """Columns of the targets that have elements and are in the table."""
+
+    number: Ints  # index in `wanted`
+    tensor: Ints
+    ndim: npt.NDArray[np.int8]
+    lo: Ints  # [targets, depth of the table], 0 beyond ndim
+    n: Ints  # 1 beyond ndim
+    nbytes: int
+
+
+def _targets(table: ChunkTable, wanted: Sequence[Wanted], problems: _Problems) -> _Targets:
+    tensors, depth = table.tensors, table.offset.shape[1]
+    same: dict[TensorSpec, int] = {}  # many boxes of one spec are looked up once
+    numbers, boxes, nbytes = list[tuple[int, int]](), list[tuple[int, ...]](), 0
     zeros, ones = (0,) * depth, (1,) * depth
-    lo = np.array([b.offset + zeros[len(b.shape) :] for b in boxes], np.int64).reshape(-1, depth)
-    hi = lo + np.array([b.shape + ones[len(b.shape) :] for b in boxes], np.int64).reshape(-1, depth)
-    keys = tensors.astype(table.tensor.dtype)  # else numpy would convert the whole column for each search
+    for n, target in enumerate(wanted):
+        spec, box = target.spec, target.box
+        at = same.get(spec)
+        if at is None:
+            at = same[spec] = _find(table, spec, problems)
+        numel = box.numel
+        if at < 0 or not numel:
+            continue
+        nbytes += numel * itemsize(spec.dtype)
+        ndim = len(box.shape)
+        numbers.append((n, at))
+        boxes.append(box.offset + zeros[ndim:] + box.shape + ones[ndim:])
+    columns = np.array(boxes, np.int64).reshape(len(boxes), 2 * depth)
+    which = np.array(numbers, np.int64).reshape(-1, 2)
+    return _Targets(
+        number=which[:, 0],
+        tensor=which[:, 1],
+        ndim=tensors.ndim[which[:, 1]],
+        lo=columns[:, :depth],
+        n=columns[:, depth:],
+        nbytes=nbytes,
+    )
+
+
+def _find(table: ChunkTable, spec: TensorSpec, problems: _Problems) -> int:
+    """Index of the spec in the table; -1, noted, if it is not there or is another."""
+    at = table.tensors.find(spec.name)
+    if at < 0:
+        problems.missing[spec.name] = f"{spec.name} is not in the checkpoint"
+        return -1
+    stored = table.tensors[at]
+    if stored != spec:
+        problems.mismatched[spec.name] = (
+            f"{spec.name} is stored as {stored.dtype}{list(stored.shape)}, "
+            f"not as {spec.dtype}{list(spec.shape)}"
+        )
+        return -1
+    return at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Overlaps:
+    """Columns: chunk `row` shares the box `lo`, `n` (padded as in the table) with target `place`."""
+
+    row: Ints
+    place: Ints  # index into the columns of _Targets
+    target: Ints  # index into `wanted`
+    lo: Ints
+    n: Ints
+
+
+def _overlaps(table: ChunkTable, targets: _Targets) -> _Overlaps:
+    keys = targets.tensor.astype(table.tensor.dtype)  # else the whole column would be converted to search it
     first = np.searchsorted(table.tensor, keys, side="left")
     count = np.searchsorted(table.tensor, keys, side="right") - first
-    place = np.repeat(np.arange(len(targets)), count)
+    place = np.repeat(np.arange(len(keys)), count)
     row = np.arange(len(place)) + np.repeat(first - (np.cumsum(count) - count), count)
-    start = np.maximum(table.offset[row], lo[place])
-    extent = np.minimum(table.offset[row] + table.shape[row], hi[place]) - start
+    offset = table.offset[row]
+    lo = np.maximum(offset, targets.lo[place])
+    extent = np.minimum(offset + table.shape[row], targets.lo[place] + targets.n[place]) - lo
     kept = np.flatnonzero((extent > 0).all(axis=1))
-    place, start = place[kept], start[kept]
     return _Overlaps(
         row=row[kept],
-        target=np.array(targets, np.int64)[place],
-        place=place,
-        lo=start,
+        place=place[kept],
+        target=targets.number[place[kept]],
+        lo=lo[kept],
         n=extent[kept],
-        inner=start - lo[place],
     )
 
 
-def _reads(table: ChunkTable, overlaps: _Overlaps, gap_nbytes: int, batch_nbytes: int) -> tuple[Read, ...]:
-    order = np.lexsort(
-        (overlaps.target, overlaps.row, table.start[overlaps.row], table.segment[overlaps.row])
+def _reads(
+    table: ChunkTable, overlaps: _Overlaps, gap_nbytes: int, batch_nbytes: int
+) -> tuple[tuple[Read, ...], Pieces]:
+    row, target = overlaps.row, overlaps.target
+    order = np.lexsort((target, row, table.start[row], table.segment[row]))
+    row = row[order]
+    new = np.ones(len(row), np.bool_)
+    new[1:] = row[1:] != row[:-1]
+    firsts = np.flatnonzero(new)
+    pieces = Pieces(
+        row=row,
+        target=target[order],
+        lo=overlaps.lo[order],
+        n=overlaps.n[order],
+        bounds=np.append(firsts, len(row)),
     )
-    by_row: dict[int, list[Piece]] = {}  # in order of segment and start
-    for row, target, lo, n in zip(
-        overlaps.row[order].tolist(),
-        overlaps.target[order].tolist(),
-        overlaps.lo[order].tolist(),
-        overlaps.n[order].tolist(),
-        strict=True,
-    ):
-        ndim = len(table.spec(row).shape)
-        box = Box(offset=tuple(lo[:ndim]), shape=tuple(n[:ndim]))
-        by_row.setdefault(row, []).append(Piece(row=row, target=target, box=box))
-    rows = np.fromiter(by_row, np.int64, len(by_row))
-    where = table.segment[rows].tolist()
-    starts = table.start[rows].tolist()
-    stops = (table.start[rows] + table.nbytes[rows]).tolist()
-    return tuple(
-        Read(
-            segment=table.segments[where[first]],
-            start=starts[first],
-            nbytes=stop - starts[first],
-            rows=tuple(rows[first:last].tolist()),
-            pieces=tuple(tuple(by_row[row]) for row in rows[first:last].tolist()),
+    return _batched(table, row[firsts], gap_nbytes, batch_nbytes), pieces
+
+
+def _batched(table: ChunkTable, rows: Ints, gap_nbytes: int, batch_nbytes: int) -> tuple[Read, ...]:
+    """Reads of these rows, which are in order of segment and start."""
+    starts = table.start[rows]
+    stops = starts + table.nbytes[rows]
+    segments = table.segment[rows]
+    cuts = _cuts(segments, starts, stops, gap_nbytes, batch_nbytes)
+    reads = []
+    for first, last in pairwise(cuts):
+        start = int(starts[first])
+        reads.append(
+            Read(
+                segment=table.segments[segments[first]],
+                start=start,
+                nbytes=int(stops[first:last].max()) - start,
+                rows=rows[first:last],
+                first=first,
+            )
         )
-        for first, last, stop in _batches(where, starts, stops, gap_nbytes, batch_nbytes)
-    )
+    return tuple(reads)
 
 
-def _batches(
-    where: Sequence[int], starts: Sequence[int], stops: Sequence[int], gap_nbytes: int, batch_nbytes: int
-) -> Iterator[tuple[int, int, int]]:
-    """Runs of chunks to read at once: indices from first to last, and the byte where the run stops."""
-    first, stop = 0, 0
-    for n in range(len(where)):
-        near = n > 0 and where[n] == where[first] and starts[n] - stop <= gap_nbytes
-        if not near or max(stop, stops[n]) - starts[first] > batch_nbytes:
-            if n > first:
-                yield first, n, stop
-            first, stop = n, stops[n]
-        stop = max(stop, stops[n])
-    if where:
-        yield first, len(where), stop
+def _cuts(
+    segments: npt.NDArray[np.int32], starts: Ints, stops: Ints, gap_nbytes: int, batch_nbytes: int
+) -> list[int]:
+    """Where one read ends and the next begins: indices from 0 to the number of chunks, both included.
+
+    Found a read at a time, not a chunk: how far a batch reaches is a binary search.
+    """
+    edges = [0, *(np.flatnonzero(segments[1:] != segments[:-1]) + 1).tolist(), len(starts)]
+    cuts = [0]
+    for low, high in pairwise(edges):
+        begins = starts[low:high]
+        ends = np.maximum.accumulate(stops[low:high])  # in a damaged table a chunk may lie within another
+        far = np.flatnonzero(begins[1:] - ends[:-1] > gap_nbytes) + 1
+        first = 0
+        for limit in [*far.tolist(), high - low]:
+            while first < limit:
+                most = int(begins[first]) + batch_nbytes
+                reach = first + int(np.searchsorted(ends[first:limit], most, side="right"))
+                first = max(reach, first + 1)
+                cuts.append(low + first)
+    return cuts

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,7 +164,9 @@ def test_verify_names_a_damaged_segment_and_who_needs_it(own_run: Path) -> None:
     [
         ("data/f0001/s00000005-000/trainer-00000-*", None),  # the frozen reference, which all of them need
         ("parts/f0002/s00000015-000/loop-00000.parquet", 10),
-        ("index/f0002/s00000015-000-*", 10),
+        ("index/f0002/s00000015-000-????????????????.parquet", 10),
+        ("index/f0002/s00000015-000-*.tensors.parquet", 10),
+        ("index/f0002/s00000015-000-*.segments.parquet", 10),
         ("journal/00000000000000000002.json", None),
     ],
 )
@@ -196,13 +199,13 @@ def test_a_damaged_journal_is_an_error_of_ls_and_a_finding_of_verify(own_run: Pa
 
 def test_full_finds_what_digests_cannot(own_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer's bug: an index that lost a row, with every digest right."""
-    from ckptstore.tablefile import decode_index as real
+    from ckptstore.indexfile import decode_index as real
 
-    def lose_a_row(data: bytes, what: str) -> Index:
-        index = real(data, what)
+    def lose_a_row(data: bytes, what: str, read: Any) -> Index:
+        index = real(data, what, read)
         return replace(index, table=index.table.take(np.arange(len(index.table) - 1)))
 
-    monkeypatch.setattr("ckptstore.commit.decode_index", lose_a_row)
+    monkeypatch.setattr("ckptstore.index.decode_index", lose_a_row)
     assert run("verify", str(own_run), "--step", "5").code == 0
     ended = run("verify", str(own_run), "--step", "5", "--full", "--json")
     problems = " ".join(d["problem"] for d in ended.json["damage"])

@@ -135,7 +135,9 @@ def render() -> str:
     """The part of the page between its two markers."""
     store = make_example(f"memory://format-example-{next(_runs)}")
     shown = []
-    for info in sorted(store.list(""), key=lambda info: (_ORDER.index(info.key.split("/")[0]), info.key)):
+    for info in sorted(
+        store.list(""), key=lambda info: (_ORDER.index(info.key.split("/")[0]), len(info.key), info.key)
+    ):
         data = store.read(info.key)
         kind = info.key.split("/")[0]
         if kind == "data":

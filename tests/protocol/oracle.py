@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckptstore import commit as commit_module
+from ckptstore import index as index_module
 from ckptstore import journal as journal_module
 from ckptstore.errors import (
     CkptStoreError,
@@ -22,7 +23,7 @@ from ckptstore.errors import (
     OutcomeUnknownError,
 )
 from ckptstore.history import Fold, History
-from ckptstore.manifest import AttemptId, Index
+from ckptstore.manifest import AttemptId, Index, ObjectRef
 from ckptstore.wire import decode_entry, digest_of, fold_from_json
 
 FROZEN = 7.0
@@ -86,8 +87,8 @@ class Oracle:
                     found is not None and len(found) == ref.nbytes,
                     f"{key} names {ref.key}, which is not whole",
                 )
-        elif key.startswith("index/"):
-            self._whole(commit_module.decode_index(data, key))
+        elif key.startswith("index/") and not key.endswith((".tensors.parquet", ".segments.parquet")):
+            self._whole(self._decode(data, key))
 
     def _entry(self, key: str, data: bytes) -> None:
         value = json.loads(data)
@@ -193,7 +194,17 @@ class Oracle:
         need(
             data is not None and digest_of(data) == ref["digest"], f"{ref['key']} is not the index committed"
         )
-        return commit_module.decode_index(data or b"", ref["key"])
+        return self._decode(data or b"", ref["key"])
+
+    def _decode(self, data: bytes, key: str) -> Index:
+        """The index, whose other tables must be there, whole."""
+
+        def read(ref: ObjectRef) -> bytes:
+            found = self.objects.peek(ref.key)
+            need(found is not None and digest_of(found) == ref.digest, f"{key}: {ref.key} is not whole")
+            return found or b""
+
+        return index_module.decode_index(data, key, read)
 
     def _whole(self, index: Index) -> None:
         for part in index.parts:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore import agreement, checkpointer, commit, contribution, incarnation, journal, writer
+from ckptstore import agreement, checkpointer, commit, contribution, incarnation, index, journal, writer
 from ckptstore.chunktable import ChunkTable
 from ckptstore.errors import AlreadyExistsError, InconsistentCutError
 from ckptstore.history import Fold, History
@@ -136,7 +136,7 @@ def part_before_segments(patch: pytest.MonkeyPatch) -> None:
 
 
 def entry_before_index(patch: pytest.MonkeyPatch) -> None:
-    _reorder(patch, commit, commit.Committer, "_append")
+    _reorder(patch, index, commit.Committer, "_append")
 
 
 def _reorder(patch: pytest.MonkeyPatch, module: Any, owner: Any, name: str) -> None:
@@ -157,8 +157,8 @@ def _reorder(patch: pytest.MonkeyPatch, module: Any, owner: Any, name: str) -> N
 def index_key_by_attempt(patch: pytest.MonkeyPatch) -> None:
     plant(
         patch,
-        commit.Committer,
-        "_write_index",
+        commit,
+        "write_index",
         ("index_key(index.id, new_id())", "index_key(index.id, '0' * 16)"),
     )
 
@@ -213,7 +213,7 @@ def whole_chunk(patch: pytest.MonkeyPatch) -> None:
 def whole_tensor(patch: pytest.MonkeyPatch) -> None:
     """Lost before it was counted, so that neither the count nor the coverage of what is left tells."""
     whole_chunk(patch)
-    plant(patch, writer.PartWriter, "write", ("planned=len(chunks)", "planned=len(chunks) - 1"))
+    plant(patch, writer.PartWriter, "write_chunks", ("planned=len(chunks)", "planned=len(chunks) - 1"))
 
 
 # Each with what is said of the first history that it breaks: caught, and for the reason it was planted.

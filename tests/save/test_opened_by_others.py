@@ -132,29 +132,41 @@ def test_load_file_of_numpy_where_all_dtypes_are_numpys(tmp_path: Path) -> None:
 
 
 DOCUMENTED = {
-    "tensor": pa.string(), "dtype": pa.string(), "ndim": pa.int8(), "dim0": pa.int64(), "dim1": pa.int64(),
-    "offset0": pa.int64(), "offset1": pa.int64(), "shape0": pa.int64(), "shape1": pa.int64(), "segment": pa.string(),
-    "start": pa.int64(), "nbytes": pa.int64(), "codec": pa.string(), "base": pa.string(), "reuses": pa.int32(),
-    "digest": pa.binary(16), "stored_digest": pa.binary(16),
+    "tensor": pa.int32(), "offset0": pa.int64(), "offset1": pa.int64(), "shape0": pa.int64(), "shape1": pa.int64(),
+    "segment": pa.int32(), "start": pa.int64(), "nbytes": pa.int64(), "codec": pa.string(), "base": pa.string(),
+    "reuses": pa.int32(), "digest": pa.binary(16), "stored_digest": pa.binary(16),
 }  # fmt: skip
+
+
+def joined(index: Path) -> list[dict[str, Any]]:
+    """The rows with their tensors and segments, as any reader of Parquet joins them."""
+    stem = str(index).removesuffix(".parquet")
+    tensors, segments = (pq.read_table(f"{stem}.{name}.parquet") for name in ("tensors", "segments"))
+    table = (
+        pq.read_table(index)
+        .join(tensors, "tensor")
+        .join(segments.rename_columns({"nbytes": "segment_nbytes"}), "segment")
+    )
+    return table.sort_by([("tensor", "ascending"), ("offset0", "ascending")]).to_pylist()
 
 
 def test_tables_are_parquet_whose_rows_find_every_byte(folder: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/reference/format-v1.md").read_text()
-    (index,) = folder.glob("index/f0001/s00000002-000-*.parquet")
+    (index,) = (p for p in folder.glob("index/f0001/s00000002-000-*.parquet") if p.name.count(".") == 1)
     table = pq.read_table(index)
     assert set(table.column_names) == set(DOCUMENTED)
     for name, kind in DOCUMENTED.items():
         assert table.schema.field(name).type == kind, name
         assert f"`{name.rstrip('01')}" in page, name
-    rows = table.to_pylist()
-    assert [row["tensor"] for row in rows] == sorted(row["tensor"] for row in rows)
+    rows = joined(index)
+    assert len(rows) == len(table)
+    assert [row["name"] for row in rows] == sorted(row["name"] for row in rows)
     for row in rows:
-        if row["tensor"] == "trainer/experts":
-            data = (folder / row["segment"]).read_bytes()[row["start"] : row["start"] + row["nbytes"]]
+        if row["name"] == "trainer/experts":
+            data = (folder / row["key"]).read_bytes()[row["start"] : row["start"] + row["nbytes"]]
             assert np.frombuffer(data, np.float32).tolist() == [2.0 + 5 * row["offset0"]] * 6
             assert (row["dim0"], row["dim1"], row["shape0"], row["shape1"]) == (4, 3, 2, 3)
-    assert {row["reuses"] for row in rows if row["tensor"] == "trainer/scalar"} == {1}
+    assert {row["reuses"] for row in rows if row["name"] == "trainer/scalar"} == {1}
     parts = [pq.read_table(path) for path in folder.glob("parts/f0001/s00000002-000/*.parquet")]
     assert sum(len(part) for part in parts) == len(rows)
     meta = json.loads(pq.read_metadata(index).metadata[b"ckptstore"])
