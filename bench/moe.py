@@ -165,6 +165,19 @@ def shards(of: Model, parallel: Parallel, rank: int) -> tuple[Shard, ...]:
     )
 
 
+def all_shards(of: Model, parallel: Parallel) -> list[tuple[Shard, ...]]:
+    """What each rank holds; ranks of one stage that hold the very same share one tuple."""
+    found: dict[tuple[int, ...], tuple[Shard, ...]] = {}
+    ranks = []
+    for rank in range(parallel.ranks):
+        stage, local = divmod(rank, parallel.per_stage)
+        same = (stage, local % parallel.tp, local % parallel.ep)
+        if same not in found:
+            found[same] = shards(of, parallel, rank)
+        ranks.append(found[same])
+    return ranks
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Edges:
     """What lies outside the layers: the first stage has the embedding, the last one the rest."""

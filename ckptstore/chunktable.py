@@ -135,12 +135,13 @@ def _pad(column: IntColumn, depth: int, fill: int) -> IntColumn:
     return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing else column
 
 
-def merge_tables(tables: Sequence[ChunkTable]) -> ChunkTable:
-    """All rows of `tables` as one table. Two specs for one name: CorruptError naming it.
+def merge_tables(tables: Sequence[ChunkTable], owners: Sequence[str] = ()) -> ChunkTable:
+    """All rows of `tables` as one table. Two specs for one name: CorruptError naming it, and whose they are.
 
-    The columns of the result are the only arrays of its length that are made, one of them at a time besides.
+    `owners` say whose the tables are, one each. The columns of the result are the only arrays of its length
+    that are made, one of them at a time besides.
     """
-    tensors, numbers = merge_tensors([table.tensors for table in tables])
+    tensors, numbers = merge_tensors([table.tensors for table in tables], owners)
     segments = tuple(sorted({key for table in tables for key in table.segments}))
     codecs = tuple(dict.fromkeys(codec for table in tables for codec in table.codecs)) or (RAW,)
     depth = max((t.offset.shape[1] for t in tables), default=1)

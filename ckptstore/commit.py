@@ -171,11 +171,12 @@ class Committer:
         for role, of_role in roles.items():
             check_role(attempt, role, of_role)
             check_experts(attempt, role, of_role)
+        tables = [(str(member), received.part.table) for member, received in parts.items()]
         try:
-            table = merge_tables([received.part.table for received in parts.values()])
+            table = merge_tables([table for _, table in tables], [member for member, _ in tables])
         except CorruptError as error:
             raise InconsistentCutError(str(error), step=attempt.step) from error
-        check_coverage(table)
+        check_coverage(table, tables)
         _check_named(attempt, parts, table)
         if attempt.kind == "s":
             self._check_ledgers(attempt, roles)

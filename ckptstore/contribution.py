@@ -1,8 +1,8 @@
 """One member's contribution to an attempt: stage, plan, write, and learn the outcome.
 
 Checkpoints and publications are made in the same way; this is that way. Nothing here waits for another
-rank on the caller's thread: layouts are exchanged through the store in the background, once a structure
-(design section 4; protocol R12 to R14).
+rank on the caller's thread: what ranks must know of each other to plan, they exchange in the background,
+once a structure (exchange.py; protocol R12 to R14).
 """
 
 from __future__ import annotations
@@ -16,38 +16,22 @@ from ckptstore.commit import Committer
 from ckptstore.errors import (
     AlreadyExistsError,
     CkptStoreError,
-    CorruptError,
     FencedError,
     IncompleteSaveError,
-    InconsistentCutError,
-    NotFoundError,
     OutcomeUnknownError,
 )
+from ckptstore.exchange import Agreed, Exchange, Structure
 from ckptstore.incarnation import Token
 from ckptstore.journal import Journal
-from ckptstore.layout import Layout, shards_from_json, shards_to_json
-from ckptstore.manifest import AttemptId, Member, Part, layout_key, part_key
-from ckptstore.outcome import abandon_reason, abandoned, fenced, refused
-from ckptstore.plan.save import PlannedChunk, plan_save
+from ckptstore.manifest import AttemptId, Member, Part
+from ckptstore.outcome import abandon_reason, abandoned, fenced
+from ckptstore.plan.save import PlannedChunk
 from ckptstore.snapshot import StagedChunk, StagingArena, stage, whole_leaves
-from ckptstore.state import FlatState, TensorLeaf, flatten
+from ckptstore.state import FlatState, Known, TensorLeaf, flatten
 from ckptstore.store.base import Store
-from ckptstore.tablefile import decode_part
-from ckptstore.tensor import Shard
-from ckptstore.wire import canonical, load_json
-from ckptstore.writer import Baseline, PartWriter, create_contended, read_if_there
+from ckptstore.writer import Baseline, PartWriter
 
-PLANS_KEPT = 8
 OUTCOME_GRACE_S = 30.0
-SECOND_LOOK_S = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreed:
-    """This rank's share of a plan that all ranks of the role made from the same layouts."""
-
-    layout: str
-    chunks: tuple[PlannedChunk, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +40,7 @@ class Staged:
 
     attempt: AttemptId
     flat: FlatState
-    shards: tuple[Shard, ...]
+    structure: Structure
     agreed: Agreed | None
     chunks: tuple[StagedChunk, ...]
     baseline: Baseline | None
@@ -80,23 +64,21 @@ class Contributor:
         self.store = store
         self.journal = journal
         self.size = size
+        self.exchange = Exchange(run=token.run, member=member, size=size, store=store, journal=journal)
         self.committer = committer
         self.writer = PartWriter(store=store, run=token.run, member=member)
         self._arena = StagingArena()
-        self._plans: dict[bytes, Agreed] = {}
-        self._former: dict[
-            bytes, Agreed
-        ] = {}  # plans of failed saves, used again only if another rank still does
+        self._known = Known()
 
     # -- on the caller's thread
 
     def stage(self, attempt: AttemptId, state: Any, baseline: Baseline | None) -> Staged:
         """Copy what this member will write; the caller may change its tensors as soon as this returns."""
-        flat = flatten(state, role=self.member.role, rank=self.member.rank)
-        shards = tuple(_shard(leaf, self.size) for leaf in flat.leaves)
-        agreed = self._plans.get(_structure(shards))
+        flat = flatten(state, role=self.member.role, rank=self.member.rank, known=self._known)
+        structure = Structure.of(flat.leaves)
+        agreed = self.exchange.plans.find(structure)
         if agreed is None and self.size == 1:
-            agreed = self._agree(shards, Layout(role=self.member.role, ranks=(shards,)))
+            agreed = self.exchange.plan_alone(structure)
         plan = agreed.chunks if agreed is not None else whole_leaves(flat.leaves)
         skip = (
             _stored_frozen(flat.leaves, plan, baseline, self.writer.rewrite_every)
@@ -105,7 +87,7 @@ class Contributor:
         )
         chunks = stage(flat.leaves, plan, self._arena, skip=skip)
         return Staged(
-            attempt=attempt, flat=flat, shards=shards, agreed=agreed, chunks=chunks, baseline=baseline
+            attempt=attempt, flat=flat, structure=structure, agreed=agreed, chunks=chunks, baseline=baseline
         )
 
     # -- in the background
@@ -126,7 +108,13 @@ class Contributor:
         """
         attempt = staged.attempt
         try:
-            agreed = staged.agreed or self._exchange(attempt, staged.shards, timeout_s, stop)
+            agreed = staged.agreed or self.exchange.plan(
+                attempt,
+                staged.structure,
+                timeout_s=timeout_s,
+                stop=stop,
+                closed=lambda: self.await_outcome(attempt, 0.0, stop),
+            )
             part = self.writer.write(
                 attempt,
                 _planned(staged, agreed),
@@ -137,7 +125,7 @@ class Contributor:
                 phase=phase,
             )
         except Exception as error:  # whatever it was, the others must not wait for a part that will not come
-            self._distrust_plans()
+            self.exchange.plans.distrust()
             self.give_up(attempt, error)
             raise
         written()
@@ -147,17 +135,10 @@ class Contributor:
             else:
                 self.await_outcome(attempt, timeout_s + OUTCOME_GRACE_S, stop)
         except CkptStoreError:
-            self._distrust_plans()  # perhaps the layouts were not the same: all ranks exchange them again
+            self.exchange.plans.distrust()  # perhaps the layouts were not the same: all ranks exchange them again
             raise
         phase("committed")
         return part
-
-    def _distrust_plans(self) -> None:
-        """Exchange layouts again, unless another rank turns out to have kept the same plan (it saw no failure)."""
-        if len(self._former) >= PLANS_KEPT:
-            self._former.clear()
-        self._former.update(self._plans)
-        self._plans.clear()
 
     def give_up(self, attempt: AttemptId, error: Exception) -> None:
         """Tell the others that no part will come; best effort, since the store may be what failed."""
@@ -199,107 +180,6 @@ class Contributor:
             f"step {attempt.step}: this member's part is durable, but {attempt} is neither committed nor abandoned "
             f"after {timeout_s:g} s; see whether the committer {self.token.committer} lives"
         )
-
-    # -- layouts
-
-    def _agree(self, shards: tuple[Shard, ...], layout: Layout) -> Agreed:
-        agreed = Agreed(layout=layout.digest, chunks=plan_save(layout)[self.member.rank])
-        if len(self._plans) >= PLANS_KEPT:
-            self._plans.clear()
-        self._plans[_structure(shards)] = agreed
-        return agreed
-
-    def _exchange(
-        self, attempt: AttemptId, shards: tuple[Shard, ...], timeout_s: float, stop: Callable[[], bool]
-    ) -> Agreed:
-        """Publish this rank's layout, read the others', make the plan that all of them make."""
-        key = layout_key(attempt, self.member)
-        data = canonical({"shards": shards_to_json(shards), "run": self.token.run})
-        if create_contended(self.store, key, data) != data:
-            raise AlreadyExistsError(
-                f"{key} holds the layout of another life of {self.member}: this process is a duplicate, exit",
-                key=key,
-            )
-        found: dict[int, tuple[Shard, ...]] = {self.member.rank: shards}
-        part_seen_s: dict[int, float] = {}
-        former = self._former.get(_structure(shards))
-        for _ in tries(self.journal.clock, deadline_s=timeout_s, first_s=0.002, most_s=0.25):
-            for rank in range(self.size):
-                if rank not in found:
-                    other = Member(role=self.member.role, rank=rank)
-                    if self._read_layout(attempt, other, found, part_seen_s, former) and former is not None:
-                        self._plans[_structure(shards)] = former
-                        return former
-            if len(found) == self.size or stop():
-                break
-            history = self.journal.catch_up()
-            if not history.is_open(attempt):
-                self.await_outcome(attempt, 0.0, stop)
-        missing = [rank for rank in range(self.size) if rank not in found]
-        if missing:
-            raise IncompleteSaveError(
-                f"save of step {attempt.step} lacks the layouts of {self.member.role} ranks {missing[:8]} after "
-                f"{timeout_s:g} s: see whether they live and call save at this step",
-                step=attempt.step,
-                missing=tuple(f"{self.member.role}/{rank}" for rank in missing),
-            )
-        return self._agree(
-            shards, Layout(role=self.member.role, ranks=tuple(found[r] for r in range(self.size)))
-        )
-
-    def _read_layout(
-        self,
-        attempt: AttemptId,
-        member: Member,
-        found: dict[int, tuple[Shard, ...]],
-        part_seen_s: dict[int, float],
-        former: Agreed | None,
-    ) -> bool:
-        """Note the member's layout if it is there. Has it written its part by the `former` plan instead?"""
-        key = layout_key(attempt, member)
-        try:
-            value = load_json(self.store.read(key), key)
-        except NotFoundError:
-            return self._check_part(attempt, member, part_seen_s, former)
-        if value.get("run") != self.token.run or "shards" not in value:
-            raise CorruptError(f"{key} is not a layout of run {self.token.run}: save again", key=key)
-        found[member.rank] = shards_from_json(value["shards"])
-        return False
-
-    def _check_part(
-        self, attempt: AttemptId, member: Member, seen_s: dict[int, float], former: Agreed | None
-    ) -> bool:
-        """A member that has a part and no layout publishes none: its structure is as before, or it refuses.
-
-        True if its part is of the `former` plan, whose layouts are then still those of all ranks.
-        Its layout may have come between our two looks, so a part is believed only when it is seen again.
-        """
-        data = read_if_there(self.store, part_key(attempt, member))
-        if data is None:
-            return False
-        part = decode_part(data, part_key(attempt, member))
-        if part.refused is not None:
-            raise refused(attempt, member, part.refused)
-        if former is not None and part.layout == former.layout:
-            return True
-        now_s = self.journal.clock.monotonic()
-        if now_s - seen_s.setdefault(member.rank, now_s) < SECOND_LOOK_S:
-            return False
-        raise InconsistentCutError(
-            f"the tensors of {self.member} changed at step {attempt.step} but those of {member} did not: this "
-            f"save is given up, the next one exchanges all layouts",
-            step=attempt.step,
-            role=member.role,
-        )
-
-
-def _shard(leaf: TensorLeaf, size: int) -> Shard:
-    everyone = tuple(range(size)) if size > 1 else ()
-    return Shard(spec=leaf.spec, box=leaf.box, replicas=everyone if leaf.replicas is None else leaf.replicas)
-
-
-def _structure(shards: Sequence[Shard]) -> bytes:
-    return canonical(shards_to_json(shards))
 
 
 def _planned(staged: Staged, agreed: Agreed) -> Sequence[StagedChunk]:

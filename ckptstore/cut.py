@@ -44,12 +44,13 @@ class Untiled:
         return f"{kind} at offset {self.box.offset}, shape {self.box.shape}"
 
 
-def check_coverage(table: ChunkTable) -> None:
+def check_coverage(table: ChunkTable, parts: Sequence[tuple[str, ChunkTable]] = ()) -> None:
     """Prove that the rows of every tensor of `table` hold each of its elements once.
 
     A tensor without elements needs exactly one row. InconsistentCutError names the tensors that
-    fail, in order, with one gap or overlap each (`problems`: names and places); CorruptError if
-    rows name a tensor that the table lacks.
+    fail, in order, with one gap or overlap each (`problems`: names and places), and who wrote them if
+    it is given the `parts` that the table was merged from, by member. CorruptError if rows name a
+    tensor that the table lacks.
     """
     tensors = table.tensors
     if len(table) and not 0 <= int(table.tensor.min()) <= int(table.tensor.max()) < len(tensors):
@@ -67,7 +68,10 @@ def check_coverage(table: ChunkTable) -> None:
     if not found:
         return
     problems = tuple((table.tensors[item.whole].name, item.covers, item.box) for item in found)
-    shown = "; ".join(f"{table.tensors[item.whole].name}: {item}" for item in found[:_SHOWN])
+    shown = "; ".join(
+        f"{table.tensors[item.whole].name}: {item}{_written_by(table.tensors[item.whole].name, item, parts)}"
+        for item in found[:_SHOWN]
+    )
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     raise InconsistentCutError(
         f"the chunks do not cover every element once: {shown}{more}; "
@@ -75,6 +79,20 @@ def check_coverage(table: ChunkTable) -> None:
         tensors=tuple(name for name, _, _ in problems),
         problems=problems,
     )
+
+
+def _written_by(name: str, where: Untiled, parts: Sequence[tuple[str, ChunkTable]]) -> str:
+    """Who wrote what overlaps; of a gap, who wrote the rest of the tensor."""
+    members = []
+    for member, table in parts:
+        rows = np.flatnonzero(table.tensor == table.tensors.find(name)).tolist()
+        if any(where.covers < 1 or where.box.intersection(table.box(row)) is not None for row in rows):
+            members.append(member)
+    if not members:
+        return ""
+    more = f" and {len(members) - _SHOWN} more" if len(members) > _SHOWN else ""
+    what = "written by" if where.covers > 1 else "the rest of it by" if where.covers == 0 else "by"
+    return f", {what} {', '.join(members[:_SHOWN])}{more}"
 
 
 def find_untiled(wholes: Sequence[Shape], owner: Ints, offset: Ints, shape: Ints) -> list[Untiled]:

@@ -1,14 +1,11 @@
 """Meshes and layouts: which rank of a role holds which boxes.
 
-A layout is exchanged between ranks once a structure and every save plan is a pure function of it,
-so its digest must be the same on every rank and in every version of Python: it is taken over
-canonical JSON, one digest a rank, so that each rank can state its own without the others.
+A whole layout is known to tools and tests alone. Ranks exchange outlines of theirs (outline.py), and read the
+shards of another, as the JSON of this module, only to name what contradicts them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,8 +13,6 @@ from typing import Any
 
 from ckptstore.errors import CorruptError, InvalidInputError
 from ckptstore.tensor import Box, Shard, TensorSpec
-
-_DIGEST_NBYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +74,6 @@ class Layout:
         """Number of ranks."""
         return len(self.ranks)
 
-    @property
-    def digest(self) -> str:
-        """Hex digest of role and shards; computed anew each time, so keep it beside a cached plan."""
-        return layout_digest(self.role, [shards_digest(shards) for shards in self.ranks])
-
     def to_json(self) -> dict[str, Any]:
         """A value for `json.dumps`; `from_json` gives an equal layout back."""
         return {"role": self.role, "ranks": [shards_to_json(shards) for shards in self.ranks]}
@@ -97,16 +87,6 @@ class Layout:
         if not isinstance(role, str) or not isinstance(ranks, list):
             raise CorruptError("a layout's role or ranks have the wrong type; exchange the layouts again")
         return cls(role=role, ranks=tuple(shards_from_json(shards) for shards in ranks))
-
-
-def layout_digest(role: str, digests: Sequence[str]) -> str:
-    """`Layout.digest` from the ranks' own `shards_digest`, in order of rank."""
-    return _digest([role, list(digests)])
-
-
-def shards_digest(shards: Sequence[Shard]) -> str:
-    """Hex digest of one rank's shards, in their order."""
-    return _digest(shards_to_json(shards))
 
 
 def shards_to_json(shards: Sequence[Shard]) -> list[Any]:
@@ -162,13 +142,3 @@ def _ints(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or any(type(number) is not int for number in value):
         raise InvalidInputError(f"{value!r} is not a list of whole numbers; exchange the layouts again")
     return tuple(value)
-
-
-def _digest(value: Any) -> str:
-    try:
-        text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    except TypeError as error:
-        raise InvalidInputError(
-            f"a layout holds a value that is not a plain Python int or str ({error}); convert it first"
-        ) from error
-    return hashlib.blake2b(text.encode("ascii"), digest_size=_DIGEST_NBYTES).hexdigest()

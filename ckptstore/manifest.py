@@ -126,7 +126,13 @@ def index_key(attempt: AttemptId, writer: str) -> str:
 
 
 def layout_key(attempt: AttemptId, member: Member) -> str:
+    """The member's outline, created after `shards_key`."""
     return f"layouts/{attempt}/{member.file}.json"
+
+
+def shards_key(attempt: AttemptId, member: Member) -> str:
+    """The member's shards, which are read only when outlines contradict each other."""
+    return f"layouts/{attempt}/{member.file}.shards.json"
 
 
 def journal_key(slot: int) -> str:

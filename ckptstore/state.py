@@ -63,23 +63,52 @@ def has_state_dict(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def flatten(state: Any, *, role: str, rank: int) -> FlatState:
+class Known:
+    """Specs, boxes and replicas of the states flattened before: equal ones are given back as the same objects.
+
+    So whoever compares two structures does it by identity, at every save.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, int], tuple[TensorSpec, Box, tuple[int, ...] | None]] = {}
+
+    def same(
+        self, at: int, spec: TensorSpec, box: Box, replicas: tuple[int, ...] | None
+    ) -> tuple[TensorSpec, Box, tuple[int, ...] | None]:
+        """What leaf number `at` of its tensor was described by before, if that is equal."""
+        now = (spec, box, replicas)
+        known = self._of.get((spec.name, at))
+        if known == now:
+            return known
+        self._of[spec.name, at] = now
+        return now
+
+    def forget_if_beyond(self, leaves: int) -> None:
+        """Names that change at every save must not fill the memory: begin anew above so many leaves."""
+        if len(self._of) > leaves:
+            self._of.clear()
+
+
+def flatten(state: Any, *, role: str, rank: int, known: Known | None = None) -> FlatState:
     """Flatten one rank's state. Values are captured now; tensors are referenced, not copied.
 
+    What is as in earlier states flattened with the same `known` is described by the same objects.
     InvalidInputError names the path of what cannot be saved.
     """
     if not isinstance(state, dict):
         raise InvalidInputError(
             f"a state is a dict of names, not {type(state).__name__}: save {{'model': ...}} instead"
         )
-    walk = _Flatten(role, rank)
+    known = known or Known()
+    walk = _Flatten(role, rank, known)
     skeleton = walk.node(state, "", Where(), 0)
+    known.forget_if_beyond(4 * len(walk.leaves) + 1000)
     return FlatState(leaves=tuple(walk.leaves), skeleton=skeleton)
 
 
 class _Flatten:
-    def __init__(self, role: str, rank: int) -> None:
-        self.role, self.rank = role, rank
+    def __init__(self, role: str, rank: int, known: Known) -> None:
+        self.role, self.rank, self.known = role, rank, known
         self.leaves: list[TensorLeaf] = []
         self.names: set[str] = set()
         self.tied: dict[
@@ -163,12 +192,11 @@ class _Flatten:
         if tie is not None:
             name = self.tied.setdefault((spec.dtype, spec.shape, where.frozen, where.per_rank, tie), name)
         if name == spec.name:
-            self.leaves += [
-                TensorLeaf(
-                    spec=spec, box=piece.box, data=piece.data, replicas=piece.replicas, frozen=where.frozen
+            for at, piece in enumerate(pieces):
+                spec, box, replicas = self.known.same(at, spec, piece.box, piece.replicas)
+                self.leaves.append(
+                    TensorLeaf(spec=spec, box=box, data=piece.data, replicas=replicas, frozen=where.frozen)
                 )
-                for piece in pieces
-            ]
         return {"N" if isinstance(value, np.ndarray) else "T": name.split("/", 1)[1]}
 
 

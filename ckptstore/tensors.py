@@ -137,10 +137,12 @@ class _ByName(Mapping[str, TensorSpec]):
         return len(self._tensors)
 
 
-def merge_tensors(all_of: Sequence[Tensors]) -> tuple[Tensors, list[npt.NDArray[np.int32]]]:
+def merge_tensors(
+    all_of: Sequence[Tensors], owners: Sequence[str] = ()
+) -> tuple[Tensors, list[npt.NDArray[np.int32]]]:
     """The union, and for each of `all_of` the number there of each of its tensors.
 
-    CorruptError names a tensor that has two specs.
+    CorruptError names a tensor that has two specs and, if it is given the `owners`, whose they are.
     """
     places: dict[str, int] = {}
     codes = []
@@ -156,16 +158,11 @@ def merge_tensors(all_of: Sequence[Tensors]) -> tuple[Tensors, list[npt.NDArray[
     columns = np.zeros((len(found), depth + 2), np.int64)  # dtype, ndim, dims
     for tensors, at in zip(all_of, numbers, strict=True):
         columns[at] = _as_rows(tensors, dtypes, depth)
-    for tensors, at in zip(all_of, numbers, strict=True):
+    for n, (tensors, at) in enumerate(zip(all_of, numbers, strict=True)):
         differs = np.flatnonzero((columns[at] != _as_rows(tensors, dtypes, depth)).any(axis=1))
         if len(differs):
             spec = tensors[int(differs[0])]
-            other = next(o[n] for o in all_of if (n := o.find(spec.name)) >= 0 and o[n] != spec)
-            raise CorruptError(
-                f"{spec.name} is {spec.dtype}{list(spec.shape)} in one part and {other.dtype}{list(other.shape)} in "
-                f"another: all members must save the same global tensor",
-                tensor=spec.name,
-            )
+            raise _two_specs(spec, n, all_of, owners)
     merged = Tensors(
         names=tuple(found[n] for n in order),
         dtypes=dtypes,
@@ -174,6 +171,17 @@ def merge_tensors(all_of: Sequence[Tensors]) -> tuple[Tensors, list[npt.NDArray[
         dims=columns[:, 2:],
     )
     return merged, numbers
+
+
+def _two_specs(spec: TensorSpec, at: int, all_of: Sequence[Tensors], owners: Sequence[str]) -> CorruptError:
+    found = ((n, each[k]) for n, each in enumerate(all_of) if (k := each.find(spec.name)) >= 0)
+    first, other = next((n, each) for n, each in found if each != spec)
+    one, two = (owners[first], owners[at]) if owners else ("one part", "another")
+    return CorruptError(
+        f"{spec.name} is {other.dtype}{list(other.shape)} in {one} and {spec.dtype}{list(spec.shape)} in {two}: "
+        f"all members must save the same global tensor",
+        tensor=spec.name,
+    )
 
 
 def _as_rows(tensors: Tensors, dtypes: tuple[str, ...], depth: int) -> npt.NDArray[np.int64]:

@@ -21,7 +21,7 @@ MODULE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "tensor", "tensors", "layout", "chunktable", "manifest"),
+    ("errors", "tensor", "tensors", "layout", "outline", "chunktable", "manifest"),
     (
         *(
             "plan",
@@ -74,6 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "claim",
+        "exchange",
         "restore",
         "incarnation",
         "contribution",

@@ -16,9 +16,9 @@ from itertools import pairwise
 from typing import Any, TypeGuard
 
 from ckptstore.errors import InvalidInputError
-from ckptstore.layout import layout_digest
 from ckptstore.manifest import AttemptId
 from ckptstore.skeleton import WRAPPERS, inner, tag_of
+from ckptstore.wire import canonical, digest_of
 
 Path = tuple[str | int, ...]
 
@@ -40,7 +40,7 @@ class Entry:
 
 def dcp_layout(role: str, attempt: AttemptId) -> str:
     """The layout digest of an attempt that torch's planner planned: such parts have no layouts to agree on."""
-    return layout_digest(role, ["torch.distributed.checkpoint", str(attempt)])
+    return digest_of(canonical([role, "torch.distributed.checkpoint", str(attempt)]))
 
 
 def step_of(checkpoint_id: str | os.PathLike[str]) -> int | None:

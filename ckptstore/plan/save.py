@@ -1,9 +1,10 @@
-"""Decide which rank writes which chunks, from the layouts of all ranks alone.
+"""Decide which chunks a rank writes, from its own shards and the outlines of all ranks.
 
-Every rank computes the same plan without talking to the others, so nothing here may depend on the
-order of a rank's shards, on hashes or on the machine. What a rank alone holds it writes whole;
-what replicas hold is written once, cut and shared so that all write about equally much. The rules
-are argued in docs/explanation/layouts.md.
+Every rank computes its part of one plan without the others, so nothing here may depend on the order of a
+rank's shards, on hashes or on the machine. What a rank alone holds it writes whole; what a set of ranks holds
+is written once, cut and shared so that all write about equally much. First bytes alone decide how much of
+each set each of its members takes; then the members of a set, who know all that it holds, deal out the
+pieces. Why that is one plan: docs/design/0004; the rules: docs/explanation/layouts.md.
 """
 
 from __future__ import annotations
@@ -11,19 +12,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from functools import lru_cache
 
 from ckptstore.errors import InvalidInputError, LayoutMismatchError
 from ckptstore.layout import Layout
-from ckptstore.tensor import Box, Shape, Shard, TensorSpec, halve, itemsize
+from ckptstore.outline import Outline, Ranks, explain, find_disputes, order, outline, refuse, unequal_empties
+from ckptstore.tensor import Box, Shape, Shard, halve, itemsize
 
 CHUNK_NBYTES = 32 * 2**20
 SLICE_NBYTES_MIN = 64 * 2**10
 
-# Each replica set may end this far above its water level; sets that share ranks add up, hence half
-# of the 2 % that a save may be out of balance.
-_TOLERANCE = 0.01
-_SHOWN = 5
+_TOLERANCE = 100  # a rank may write this part (a hundredth) more than the largest of its fair shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,182 +33,228 @@ class PlannedChunk:
     box: Box
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Holding:
-    """One box of one tensor, and at which index each rank that holds it has it."""
-
-    spec: TensorSpec
-    box: Box
-    holders: Mapping[int, int]
-
-    @property
-    def order(self) -> tuple[str, Shape, Shape]:
-        return (self.spec.name, self.box.offset, self.box.shape)
-
-
 Plan = tuple[tuple[PlannedChunk, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """How many bytes each rank writes in a plan that could cut anywhere: `loads` in all, `of` each shared set.
+
+    `of[ranks]` is in the order of the set's ranks. `shared` counts the shared sets of each rank.
+    """
+
+    loads: tuple[int, ...]
+    of: Mapping[Ranks, tuple[int, ...]]
+    shared: tuple[int, ...]
+
+
+def fair_shares(outlines: Sequence[Outline]) -> Shares:
+    """Pour what each set holds over its members, the least loaded first, until all is dealt out.
+
+    Small sets first: their bytes have the fewest takers, and larger sets can level what they leave. Where
+    every two sets are disjoint or one within the other, as on any mesh, no other sharing has a smaller
+    largest load. Linear in the number of sets and of their members.
+    """
+    loads, shared = [0] * len(outlines), [0] * len(outlines)
+    nbytes: dict[Ranks, int] = {}
+    for rank, each in enumerate(outlines):
+        for held in each.sets:
+            if len(held.ranks) == 1:
+                loads[rank] += held.nbytes
+            else:
+                nbytes[held.ranks] = held.nbytes
+                shared[rank] += 1
+    of: dict[Ranks, tuple[int, ...]] = {}
+    for ranks in sorted(nbytes, key=lambda ranks: (len(ranks), ranks)):
+        of[ranks] = _pour(nbytes[ranks], [loads[rank] for rank in ranks])
+        for rank, share in zip(ranks, of[ranks], strict=True):
+            loads[rank] += share
+    return Shares(loads=tuple(loads), of=of, shared=tuple(shared))
+
+
+def _pour(nbytes: int, loads: Sequence[int]) -> tuple[int, ...]:
+    """How much each load rises when `nbytes` are poured over them as water; whole bytes, all of them."""
+    rising = sorted(range(len(loads)), key=lambda n: loads[n])
+    wet, volume = 0, nbytes
+    while wet < len(rising) and (wet == 0 or volume > loads[rising[wet]] * wet):
+        volume += loads[rising[wet]]
+        wet += 1
+    level, left = divmod(volume, wet)
+    shares = [0] * len(loads)
+    for n, place in enumerate(rising[:wet]):
+        shares[place] = level - loads[place] + (n < left)
+    return tuple(shares)
+
+
+def plan_rank(
+    outlines: Sequence[Outline],
+    rank: int,
+    shards: Sequence[Shard],
+    *,
+    chunk_nbytes: int = CHUNK_NBYTES,
+    slice_nbytes_min: int = SLICE_NBYTES_MIN,
+) -> tuple[PlannedChunk, ...]:
+    """The chunks that `rank` writes of its `shards`, in their order and, within one, row-major.
+
+    `outlines` are those of all ranks, without disputes (`find_disputes`); `outlines[rank]` is of `shards`.
+    Then the plans of all ranks together write every element that some rank holds once, in chunks of at most
+    `chunk_nbytes`, each contiguous in its shard's box. Pieces go, largest first, to the member whose share has
+    most room; they are cut finer, down to `slice_nbytes_min`, until no rank writes more than 1 % above the
+    largest fair share. A tensor without elements has one empty chunk, from the lowest rank that holds it.
+    """
+    return _plan(fair_shares(outlines), outlines, rank, shards, _Cut.of(chunk_nbytes, slice_nbytes_min))
 
 
 def plan_save(
     layout: Layout, *, chunk_nbytes: int = CHUNK_NBYTES, slice_nbytes_min: int = SLICE_NBYTES_MIN
 ) -> Plan:
-    """The chunks of each rank, in the order of its shards and, within one, row-major.
+    """`plan_rank` of every rank of a layout, for who has the shards of all in one place (tools, tests).
 
-    Every element that some rank holds is written once, in chunks of at most `chunk_nbytes`, each
-    contiguous in its shard's box. Replicas share the work: pieces go, largest first, to the least
-    loaded; they are cut finer, down to `slice_nbytes_min`, until the largest load is within 2 % of
-    the least that the layout allows. A tensor without elements has one empty chunk, so that it is
-    known; empty shards of other tensors have none.
-
-    LayoutMismatchError lists every name with two specs, every box whose holders do not name each
-    other as replicas, and every rank that the layout lacks. Gaps and overlaps between unequal boxes
-    are left to the commit, which sees what was really written.
+    LayoutMismatchError lists what does not fit together, by name and rank. Gaps and overlaps between unequal
+    boxes, and unequal specs of ranks that share nothing, are left to the commit, which sees what was written.
     """
-    if chunk_nbytes < 1 or slice_nbytes_min < 1:
-        raise InvalidInputError(
-            f"chunks of {chunk_nbytes} bytes and slices of {slice_nbytes_min} are too small; pass 1 or more",
-            chunk_nbytes=chunk_nbytes,
-            slice_nbytes_min=slice_nbytes_min,
-        )
-    plan: list[list[PlannedChunk]] = [[] for _ in layout.ranks]
-    loads = [0] * layout.size
-    shared: dict[tuple[int, ...], list[_Holding]] = {}
-    placeholders: set[str] = set()
-    for holding in sorted(_holdings(layout), key=lambda h: h.order):
-        ranks = tuple(sorted(holding.holders))
-        if holding.box.numel and len(ranks) > 1:
-            shared.setdefault(ranks, []).append(holding)
-            continue
-        if not holding.box.numel:
-            if holding.spec.numel or holding.spec.name in placeholders:
-                continue
-            placeholders.add(holding.spec.name)
-        rank = ranks[0]
-        for box in halve(holding.box, _numel(chunk_nbytes, holding.spec)):
-            plan[rank].append(PlannedChunk(shard=holding.holders[rank], box=box))
-            loads[rank] += _nbytes(holding.spec, box)
-    # Small sets first: their work has the fewest takers, and larger sets can level what they leave.
-    for ranks in sorted(shared, key=lambda ranks: (len(ranks), ranks)):
-        for rank, holding, box in _share(shared[ranks], ranks, loads, chunk_nbytes, slice_nbytes_min):
-            plan[rank].append(PlannedChunk(shard=holding.holders[rank], box=box))
-            loads[rank] += _nbytes(holding.spec, box)
-    return tuple(tuple(sorted(chunks, key=lambda c: (c.shard, c.box.offset))) for chunks in plan)
+    cut = _Cut.of(chunk_nbytes, slice_nbytes_min)
+    outlines = outlines_of(layout)
+    shares = fair_shares(outlines)
+    return tuple(_plan(shares, outlines, rank, shards, cut) for rank, shards in enumerate(layout.ranks))
 
 
-def _share(
-    holdings: Sequence[_Holding],
-    ranks: tuple[int, ...],
-    loads: Sequence[int],
-    chunk_nbytes: int,
-    slice_nbytes_min: int,
-) -> list[tuple[int, _Holding, Box]]:
-    """Who of `ranks` writes which piece of what all of them hold, in the coarsest cut that balances."""
-    start = sorted(loads[rank] for rank in ranks)
-    allowed = _level(start, sum(_nbytes(h.spec, h.box) for h in holdings)) * (1 + _TOLERANCE)
-    cap = chunk_nbytes
-    while True:
-        pieces = [(h, box) for h in holdings for box in halve(h.box, _numel(cap, h.spec))]
-        pieces.sort(key=lambda piece: -_nbytes(piece[0].spec, piece[1]))  # stable: then by name and box
-        heap = [(loads[rank], rank) for rank in ranks]
-        heapq.heapify(heap)
-        given: list[tuple[int, _Holding, Box]] = []
-        for holding, box in pieces:
-            load, rank = heap[0]
-            heapq.heapreplace(heap, (load + _nbytes(holding.spec, box), rank))
-            given.append((rank, holding, box))
-        if cap <= slice_nbytes_min or max(heap)[0] <= allowed:
-            return given
-        cap = max(cap // 2, slice_nbytes_min)
-
-
-def _level(start: Sequence[int], nbytes: int) -> float:
-    """The least that the largest load can be when `nbytes` are poured over the rising loads `start`."""
-    poured = nbytes
-    for count, load in enumerate(start, 1):
-        poured += load
-        if count == len(start) or poured <= start[count] * count:
-            return max(poured / count, start[-1])
-    return float(nbytes)
-
-
-def _holdings(layout: Layout) -> Iterator[_Holding]:
-    """Each distinct box with its holders, after everything that does not fit together was refused."""
-    specs: dict[str, tuple[TensorSpec, int]] = {}
-    groups: dict[tuple[str, Box], list[tuple[int, int, Shard]]] = {}
+def outlines_of(layout: Layout) -> tuple[Outline, ...]:
+    """The outlines of all ranks; LayoutMismatchError lists what does not fit together, by name and rank."""
+    found: list[Outline] = []
     problems: list[str] = []
-    unequal: set[str] = set()
     for rank, shards in enumerate(layout.ranks):
-        for index, shard in enumerate(shards):
-            spec, first = specs.setdefault(shard.spec.name, (shard.spec, rank))
-            if spec != shard.spec and spec.name not in unequal:
-                unequal.add(spec.name)
-                problems.append(
-                    f"{spec.name} is {_text(spec)} on rank {first} but {_text(shard.spec)} on rank {rank}"
-                )
-            if shard.replicas and shard.replicas[-1] >= layout.size:
-                problems.append(f"{spec.name} on rank {rank} names replica {shard.replicas[-1]}")
-            groups.setdefault((spec.name, shard.box), []).append((rank, index, shard))
-    equal = _SameRanks()
-    for (name, box), group in groups.items():
-        problem = _disagreement(group, equal) if box.numel else None
-        if problem:
-            problems.append(f"{name} at offset {box.offset}, shape {box.shape}, {problem}")
+        try:
+            found.append(outline(shards, rank=rank, size=layout.size))
+        except LayoutMismatchError as error:
+            problems += error.problems
+    if not problems:
+        problems = unequal_empties(found) + explain(find_disputes(found), dict(enumerate(layout.ranks)))
     if problems:
-        _refuse(layout, sorted(problems))
-    for (_, box), group in groups.items():
-        # Only an empty box can occur twice on one rank here; its first index stands for it.
-        holders = {rank: index for rank, index, _ in reversed(group)}
-        yield _Holding(spec=group[0][2].spec, box=box, holders=holders)
+        refuse(f"role {layout.role!r} with {layout.size} ranks", problems)
+    return tuple(found)
 
 
-def _refuse(layout: Layout, problems: Sequence[str]) -> NoReturn:
-    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    raise LayoutMismatchError(
-        f"the layouts of role {layout.role!r} with {layout.size} ranks do not fit together: "
-        f"{'; '.join(problems[:_SHOWN])}{more}; correct the shards or their replicas",
-        role=layout.role,
-        problems=tuple(problems),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """The largest chunk and the smallest slice, in bytes."""
+
+    chunk: int
+    least: int
+
+    @classmethod
+    def of(cls, chunk_nbytes: int, slice_nbytes_min: int) -> _Cut:
+        if chunk_nbytes < 1 or slice_nbytes_min < 1:
+            raise InvalidInputError(
+                f"chunks of {chunk_nbytes} bytes and slices of {slice_nbytes_min} are too small; "
+                f"pass 1 or more",
+                chunk_nbytes=chunk_nbytes,
+                slice_nbytes_min=slice_nbytes_min,
+            )
+        return cls(chunk=chunk_nbytes, least=slice_nbytes_min)
+
+
+def _plan(
+    shares: Shares, outlines: Sequence[Outline], rank: int, shards: Sequence[Shard], cut: _Cut
+) -> tuple[PlannedChunk, ...]:
+    mine: list[PlannedChunk] = []
+    groups: dict[Ranks, list[int]] = {}
+    of_id: dict[int, list[int]] = {}
+    for index, shard in enumerate(shards):
+        if not shard.box.numel:
+            continue
+        group = of_id.get(id(shard.replicas))
+        if group is None:
+            group = of_id[id(shard.replicas)] = groups.setdefault(shard.replicas or (rank,), [])
+        group.append(index)
+    for ranks, held in groups.items():
+        if len(ranks) == 1:
+            pieces: Iterator[tuple[int, Box]] = _pieces(shards, held, cut.chunk)
+        else:
+            held.sort(key=lambda index: order(shards[index]))
+            pieces = _deal(shards, held, rank, _rooms(shares, ranks), cut)
+        mine += [
+            PlannedChunk(shard=index, box=_moved(piece, shards[index].box.offset)) for index, piece in pieces
+        ]
+    mine += _placeholders(outlines, rank, shards)
+    return tuple(sorted(mine, key=lambda chunk: (chunk.shard, chunk.box.offset)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Room:
+    """What one rank takes of a set: its fair `share` and, above it, at most `slack` bytes."""
+
+    rank: int
+    share: int
+    slack: int
+
+
+def _rooms(shares: Shares, ranks: Ranks) -> list[_Room]:
+    """A rank's slack is divided among its sets, so that it stays within the tolerance over all of them."""
+    most = max(shares.loads[rank] for rank in ranks)
+    return [
+        _Room(
+            rank=rank,
+            share=share,
+            slack=(most + most // _TOLERANCE - shares.loads[rank]) // shares.shared[rank],
+        )
+        for rank, share in zip(ranks, shares.of[ranks], strict=True)
+    ]
+
+
+def _deal(
+    shards: Sequence[Shard], held: Sequence[int], rank: int, rooms: Sequence[_Room], cut: _Cut
+) -> Iterator[tuple[int, Box]]:
+    """What `rank` writes of the shards `held`, which are in the order that all members know: as `_pieces`."""
+    slack = {room.rank: room.slack for room in rooms}
+    most = cut.chunk
+    while True:
+        pieces = [
+            (box.numel * itemsize(shards[index].spec.dtype), index, box)
+            for index, box in _pieces(shards, held, most)
+        ]
+        pieces.sort(key=lambda piece: -piece[0])  # stable: then by name and box
+        heap = [(-room.share, room.rank) for room in rooms]
+        heapq.heapify(heap)
+        mine = []
+        for nbytes, index, box in pieces:
+            over, taker = heap[0]
+            heapq.heapreplace(heap, (over + nbytes, taker))
+            if taker == rank:
+                mine.append((index, box))
+        if most <= cut.least or all(over <= slack[taker] for over, taker in heap):
+            return iter(mine)
+        most = max(most // 2, cut.least)
+
+
+def _pieces(shards: Sequence[Shard], held: Sequence[int], nbytes: int) -> Iterator[tuple[int, Box]]:
+    """The shards `held`, cut: index of the shard, and a box with coordinates relative to the shard's."""
+    for index in held:
+        shard = shards[index]
+        for box in _cut(shard.box.shape, max(1, nbytes // itemsize(shard.spec.dtype))):
+            yield index, box
+
+
+@lru_cache(maxsize=4096)  # the thousand experts of a rank have a handful of shapes
+def _cut(shape: Shape, max_numel: int) -> tuple[Box, ...]:
+    return halve(Box.whole(shape), max_numel)
+
+
+def _moved(box: Box, by: Shape) -> Box:
+    if not any(by):
+        return box
+    return Box(offset=tuple(a + b for a, b in zip(box.offset, by, strict=True)), shape=box.shape)
+
+
+def _placeholders(outlines: Sequence[Outline], rank: int, shards: Sequence[Shard]) -> list[PlannedChunk]:
+    """An empty chunk of each tensor without elements that no lower rank holds."""
+    mine = {spec.name for spec in outlines[rank].empty}
+    if not mine:
+        return []
+    mine -= {spec.name for each in outlines[:rank] for spec in each.empty}
+    # One rank may hold several such boxes of one tensor; the first of them in the common order is stored.
+    held = sorted(
+        (n for n, shard in enumerate(shards) if shard.spec.name in mine), key=lambda n: order(shards[n])
     )
-
-
-class _SameRanks:
-    """Compare replica sets by identity: a thousand ranks that name a thousand each are a million numbers
-    a tensor, but the tensors of one rank share the tuple. The layout keeps the tuples alive meanwhile."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, tuple[int, ...]] = {}
-        self._by_value: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def one(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The one object that stands for all sets equal to `ranks`."""
-        found = self._by_id.get(id(ranks))
-        if found is None:
-            found = self._by_id[id(ranks)] = self._by_value.setdefault(ranks, ranks)
-        return found
-
-
-def _disagreement(group: Sequence[tuple[int, int, Shard]], equal: _SameRanks) -> str | None:
-    """Why the holders of one box do not agree on who holds it; None if they do."""
-    holders = tuple(rank for rank, _, _ in group)
-    if len(set(holders)) != len(holders):
-        return f"is held twice by one of the ranks {list(holders)}"
-    first = group[0][2]
-    if (first.replicas or holders[:1]) == holders:
-        wanted = equal.one(first.replicas)
-        group = [item for item in group if equal.one(item[2].replicas) is not wanted]
-    if not group:
-        return None
-    rank, _, shard = group[0]
-    return f"is held by ranks {list(holders)} but rank {rank} names replicas {list(shard.replicas)}"
-
-
-def _text(spec: TensorSpec) -> str:
-    return f"{spec.dtype}{list(spec.shape)}"
-
-
-def _numel(nbytes: int, spec: TensorSpec) -> int:
-    return max(1, nbytes // itemsize(spec.dtype))
-
-
-def _nbytes(spec: TensorSpec, box: Box) -> int:
-    return box.numel * itemsize(spec.dtype)
+    first = {shards[index].spec.name: index for index in reversed(held)}
+    return [PlannedChunk(shard=first[name], box=shards[first[name]].box) for name in sorted(mine)]

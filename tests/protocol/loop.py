@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 
-from ckptstore import catalog, commit, contribution, incarnation, index, journal, snapshot, writer
+from ckptstore import catalog, commit, exchange, incarnation, index, journal, snapshot, writer
 from ckptstore.checkpointer import Checkpointer, SaveHandle
 from ckptstore.commit import Committer
 from ckptstore.errors import (
@@ -87,7 +87,7 @@ def quick() -> Iterator[None]:
             (writer, "encode_part", tables.encode),
             (writer, "decode_part", tables.decode),
             (commit, "decode_part", tables.decode),
-            (contribution, "decode_part", tables.decode),
+            (exchange, "decode_part", tables.decode),
             (catalog, "decode_part", tables.decode),
             (index, "encode_index", tables.encode_index),
             (index, "decode_index", lambda data, what, read: tables.decode(data, what)),

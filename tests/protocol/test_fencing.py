@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptstore import contribution, incarnation
+from ckptstore import exchange, incarnation
 from ckptstore.checkpointer import Checkpointer, SaveHandle
 from ckptstore.commit import Committer
 from ckptstore.errors import (
@@ -446,7 +446,7 @@ def test_a_layout_made_between_two_looks_is_not_taken_for_an_unchanged_structure
 
     for seed in range(20):
         play(scenario, seed=seed)
-    monkeypatch.setattr(contribution, "SECOND_LOOK_S", 0.0)
+    monkeypatch.setattr(exchange, "SECOND_LOOK_S", 0.0)
     with pytest.raises((InconsistentCutError, IncompleteSaveError)):
         for seed in range(200):
             play(scenario, seed=seed)

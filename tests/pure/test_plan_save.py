@@ -162,32 +162,36 @@ def test_a_tensor_without_elements_has_one_empty_chunk() -> None:
     )
 
 
+BOTH = (0, 1)
+
+
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
-        ([[shard("w", (4,))], [shard("w", (5,))]], r"w is float32\[4\] on rank 0 but float32\[5\] on rank 1"),
         (
-            [[shard("w", (4,))], [shard("w", (4,), dtype="int8")]],
-            r"w is float32\[4\] on rank 0 but int8\[4\]",
+            [[shard("w", (4,), replicas=BOTH)], [shard("w", (5,), replicas=BOTH)]],
+            r"w at offset \(0,\), shape \(4,\): float32\[4\] with replicas \[0, 1\] on rank 0, absent on rank 1",
         ),
         (
-            [[shard("w", (4,))], [shard("w", (4,))]],
-            r"w .*held by ranks \[0, 1\] but rank 0 names replicas \[\]",
+            [[shard("w", (4,), replicas=BOTH)], [shard("w", (4,), dtype="int8", replicas=BOTH)]],
+            r"float32\[4\] with replicas \[0, 1\] on rank 0, int8\[4\] with replicas \[0, 1\] on rank 1",
         ),
         (
-            [[shard("w", (4,), replicas=(0, 1))], [shard("w", (4,))]],
-            r"w .*held by ranks \[0, 1\] but rank 1 names replicas \[\]",
+            [[shard("w", (4,), replicas=BOTH)], [shard("w", (4,))]],
+            r"float32\[4\] with replicas \[0, 1\] on rank 0, with no replicas on rank 1",
         ),
-        (
-            [[shard("w", (4,), replicas=(0, 1))], []],
-            r"w .*held by ranks \[0\] but rank 0 names replicas \[0, 1\]",
-        ),
-        ([[shard("w", (4,), replicas=(1,))], []], r"w .*held by ranks \[0\] but rank 0 names replicas \[1\]"),
+        ([[shard("w", (4,), replicas=BOTH)], []], r"with replicas \[0, 1\] on rank 0, absent on rank 1"),
+        ([[shard("w", (4,), replicas=(1,))], []], r"w .*on rank 0 names replicas \[1\]"),
         ([[shard("w", (4,), replicas=(0, 2))], []], r"w on rank 0 names replica 2"),
-        ([[shard("w", (4,)), shard("w", (4,))], []], r"w .*held twice by one of the ranks \[0, 0\]"),
+        ([[shard("w", (4,)), shard("w", (4,))], []], r"w .*is held twice by rank 0"),
+        ([[shard("w", (4,)), shard("w", (5,))], []], r"w is both float32\[4\] and float32\[5\] on rank 0"),
         (
-            [[shard("w", (4,), replicas=(0, 1))], [shard("w", (4,), replicas=(0, 1, 2))], []],
-            r"w .*held by ranks \[0, 1\] but rank 1 names replicas \[0, 1, 2\]",
+            [[shard("w", (4,), replicas=BOTH)], [shard("w", (4,), replicas=(0, 1, 2))], []],
+            r"with replicas \[0, 1\] on rank 0, with replicas \[0, 1, 2\] on rank 1",
+        ),
+        (
+            [[shard("w", (0, 4), replicas=BOTH)], [shard("w", (0, 5), replicas=BOTH)]],
+            r"w is float32\[0, 4\] on rank 0 but float32\[0, 5\] on rank 1",
         ),
     ],
 )
@@ -196,12 +200,29 @@ def test_layouts_that_do_not_fit_together_are_refused(ranks: list[list[Shard]], 
         plan_save(layout_of(*ranks))
 
 
+def test_what_ranks_share_with_nobody_is_left_to_the_commit() -> None:
+    """Each plans what it holds alone; that both did is seen by coverage, not by a thousand ranks' tensors."""
+    alone = [shard("w", (4,))]
+    assert [len(chunks) for chunks in plan_save(layout_of(alone, alone))] == [1, 1]
+
+
 def test_all_problems_are_listed() -> None:
     names = [f"w{n}" for n in range(9)]
-    shards = [shard(name, (4,)) for name in names]
+    mine, theirs = ([shard(name, (4,), replicas=of) for name in names] for of in (BOTH, ()))
     with pytest.raises(LayoutMismatchError, match="and 4 more") as caught:
-        plan_save(layout_of(shards, shards))
+        plan_save(layout_of(mine, theirs))
     assert [problem.split()[0] for problem in caught.value.problems] == names
+
+
+def test_the_members_of_a_large_set_are_told_by_opinion() -> None:
+    """One of a hundred ranks differs: it is named, and the others as one."""
+    everyone = tuple(range(100))
+    ranks = [[shard("w", (4,), replicas=everyone)] for _ in everyone]
+    ranks[7] = [shard("w", (4,), dtype="int32", replicas=everyone)]
+    with pytest.raises(
+        LayoutMismatchError, match=r"on ranks \[0, 1, …, 99\] \(99 ranks\), int32.* on rank 7"
+    ):
+        plan_save(layout_of(*ranks))
 
 
 def test_chunks_of_no_bytes_are_refused() -> None:

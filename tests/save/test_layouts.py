@@ -111,8 +111,8 @@ def test_any_layout_is_restored_to_any_layout_bit_by_bit(
     with pytest.MonkeyPatch.context() as patch:
         if small:  # tensors as small as these are cut in many chunks, too
             patch.setattr(
-                "ckptstore.contribution.plan_save",
-                lambda layout: plan_save_module.plan_save(layout, chunk_nbytes=24, slice_nbytes_min=8),
+                "ckptstore.exchange.plan_rank",
+                lambda *given: plan_save_module.plan_rank(*given, chunk_nbytes=24, slice_nbytes_min=8),
             )
         save(url, *(state_of(layout, rank, odd) for rank in range(layout.size)))
     ranks = data.draw(
