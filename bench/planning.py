@@ -10,8 +10,8 @@ from functools import partial
 from bench import moe
 from bench.rows import Row, median_s
 from ckptstore.exchange import Agreed, Plans, Structure
-from ckptstore.outline import Outline, find_disputes, layout_digest, outline, unequal_empties
-from ckptstore.plan.save import PlannedChunk, fair_shares, plan_rank
+from ckptstore.outline import Outline, _expand, find_disputes, layout_digest, outline, unequal_empties
+from ckptstore.plan.save import PlannedChunk, _cut, fair_shares, plan_rank
 from ckptstore.state import TensorLeaf
 from ckptstore.tensor import Shard
 
@@ -20,6 +20,8 @@ ROLE = "trainer"
 
 def cold(texts: Sequence[str], rank: int, shards: Sequence[Shard]) -> tuple[PlannedChunk, ...]:
     """All that a rank does once it has read the outlines of all, and before it writes its chunks."""
+    _expand.cache_clear()
+    _cut.cache_clear()
     size = len(texts)
     outline(shards, rank=rank, size=size)
     outlines = [Outline.from_json(json.loads(text), rank=n, size=size) for n, text in enumerate(texts)]
