@@ -175,10 +175,11 @@ def merge_tensors(
 
 def _two_specs(spec: TensorSpec, at: int, all_of: Sequence[Tensors], owners: Sequence[str]) -> CorruptError:
     found = ((n, each[k]) for n, each in enumerate(all_of) if (k := each.find(spec.name)) >= 0)
-    first, other = next((n, each) for n, each in found if each != spec)
-    one, two = (owners[first], owners[at]) if owners else ("one part", "another")
+    other = next((n, each) for n, each in found if each != spec)
+    (first, one), (second, two) = sorted([other, (at, spec)], key=lambda pair: pair[0])
+    where = (owners[first], owners[second]) if owners else ("one part", "another")
     return CorruptError(
-        f"{spec.name} is {other.dtype}{list(other.shape)} in {one} and {spec.dtype}{list(spec.shape)} in {two}: "
+        f"{spec.name} is {one.dtype}{list(one.shape)} in {where[0]} and {two.dtype}{list(two.shape)} in {where[1]}: "
         f"all members must save the same global tensor",
         tensor=spec.name,
     )
