@@ -171,7 +171,7 @@ class Committer:
         for role, of_role in roles.items():
             check_role(attempt, role, of_role)
             check_experts(attempt, role, of_role)
-        tables = [(str(member), received.part.table) for member, received in parts.items()]
+        tables = [(str(member), parts[member].part.table) for member in self.members]
         try:
             table = merge_tables([table for _, table in tables], [member for member, _ in tables])
         except CorruptError as error:
