@@ -16,7 +16,7 @@ from rich.table import Table
 
 from bench.rows import Row
 
-AREAS = {"planning": ("bench.planning",)}
+AREAS = {"planning": ("bench.planning",), "replicas": ("bench.replicas",)}
 
 
 def main() -> None:

@@ -80,7 +80,8 @@ class Checkpointer:
     """Saves and restores for one member. Not for use by several threads at once.
 
     `inc` is the Incarnation, or its token in any other process. `commit_timeout_s` bounds how long the
-    committer waits for other members' parts. `on_phase(phase, step)` is told, from the background thread,
+    committer waits for other members' parts. `check_replicas=False`, on all ranks of a role, takes no digests
+    of replicas: a save does not notice that they differ. `on_phase(phase, step)` is told, from the background thread,
     of "segments_written", "part_written" and "committed".
     """
 
@@ -91,6 +92,7 @@ class Checkpointer:
         role: str,
         rank: int,
         commit_timeout_s: float = COMMIT_TIMEOUT_S,
+        check_replicas: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
         on_phase: Phase | None = None,
@@ -118,22 +120,14 @@ class Checkpointer:
         self._commit_timeout_s = commit_timeout_s
         self._on_phase = on_phase
         self._owned: Incarnation | None = None
-        committer = None
-        if self._member == self._token.committer:
-            committer = Committer(
-                store=self._store,
-                journal=self._journal,
-                fence=self._token.fence,
-                members=self._token.roster.members,
-                leader=self._token.roster.roles[0][0],
-            )
         self._contributor = Contributor(
             token=self._token,
             member=self._member,
             store=self._store,
             journal=self._journal,
             size=size,
-            committer=committer,
+            committer=self._committer(),
+            check_replicas=check_replicas,
         )
         self._stopping = threading.Event()
         self._handle: SaveHandle | None = None
@@ -143,6 +137,17 @@ class Checkpointer:
         self._closed = False
         self._life: int | None = None
         self.last_restore: RestoreReport | None = None
+
+    def _committer(self) -> Committer | None:
+        if self._member != self._token.committer:
+            return None
+        return Committer(
+            store=self._store,
+            journal=self._journal,
+            fence=self._token.fence,
+            members=self._token.roster.members,
+            leader=self._token.roster.roles[0][0],
+        )
 
     @classmethod
     def from_distributed(

@@ -41,6 +41,7 @@ from ckptstore.manifest import (
     part_key,
 )
 from ckptstore.outcome import abandon_reason, fenced, refused
+from ckptstore.replicas import check_replicas
 from ckptstore.skeleton import find_ledger, tensor_names
 from ckptstore.store.base import Store
 from ckptstore.tablefile import decode_part
@@ -171,6 +172,7 @@ class Committer:
         for role, of_role in roles.items():
             check_role(attempt, role, of_role)
             check_experts(attempt, role, of_role)
+            check_replicas(attempt, role, of_role)
         tables = [(str(member), parts[member].part.table) for member in self.members]
         try:
             table = merge_tables([table for _, table in tables], [member for member, _ in tables])

@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptstore.clock import tries
 from ckptstore.commit import Committer
+from ckptstore.digester import Digester
 from ckptstore.errors import (
     AlreadyExistsError,
     CkptStoreError,
@@ -26,9 +27,11 @@ from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, Member, Part
 from ckptstore.outcome import abandon_reason, abandoned, fenced
 from ckptstore.plan.save import PlannedChunk
+from ckptstore.replicaset import ReplicaSet
 from ckptstore.snapshot import StagedChunk, StagingArena, stage, whole_leaves
 from ckptstore.state import FlatState, Known, TensorLeaf, flatten
 from ckptstore.store.base import Store
+from ckptstore.tensor import Shard
 from ckptstore.writer import Baseline, PartWriter
 
 OUTCOME_GRACE_S = 30.0
@@ -43,6 +46,7 @@ class Staged:
     structure: Structure
     agreed: Agreed | None
     chunks: tuple[StagedChunk, ...]
+    replicas: tuple[ReplicaSet, ...] | None
     baseline: Baseline | None
 
 
@@ -58,6 +62,7 @@ class Contributor:
         journal: Journal,
         size: int,
         committer: Committer | None,
+        check_replicas: bool,
     ) -> None:
         self.token = token
         self.member = member
@@ -67,8 +72,10 @@ class Contributor:
         self.exchange = Exchange(run=token.run, member=member, size=size, store=store, journal=journal)
         self.committer = committer
         self.writer = PartWriter(store=store, run=token.run, member=member)
+        self._digester = Digester(member.rank) if check_replicas else None
         self._arena = StagingArena()
         self._known = Known()
+        self._sharded: tuple[Structure, tuple[Shard, ...]] = (Structure((), (), ()), ())
 
     # -- on the caller's thread
 
@@ -85,10 +92,23 @@ class Contributor:
             if agreed is not None
             else ()
         )
-        chunks = stage(flat.leaves, plan, self._arena, skip=skip)
         return Staged(
-            attempt=attempt, flat=flat, structure=structure, agreed=agreed, chunks=chunks, baseline=baseline
+            attempt=attempt,
+            flat=flat,
+            structure=structure,
+            agreed=agreed,
+            chunks=stage(flat.leaves, plan, self._arena, skip=skip),
+            replicas=None
+            if self._digester is None
+            else self._digester.take(flat.leaves, self._shards(structure)),
+            baseline=baseline,
         )
+
+    def _shards(self, structure: Structure) -> tuple[Shard, ...]:
+        """The shards of the structure; those of the last one are kept, since making them costs more than a look."""
+        if self._sharded[0] != structure:
+            self._sharded = (structure, structure.shards(self.size))
+        return self._sharded[1]
 
     # -- in the background
 
@@ -122,10 +142,11 @@ class Contributor:
                 layout=agreed.layout,
                 policy_version=policy_version,
                 baseline=staged.baseline,
+                replicas=staged.replicas,
                 phase=phase,
             )
         except Exception as error:  # whatever it was, the others must not wait for a part that will not come
-            self.exchange.plans.distrust()
+            self._distrust()
             self.give_up(attempt, error)
             raise
         written()
@@ -135,10 +156,15 @@ class Contributor:
             else:
                 self.await_outcome(attempt, timeout_s + OUTCOME_GRACE_S, stop)
         except CkptStoreError:
-            self.exchange.plans.distrust()  # perhaps the layouts were not the same: all ranks exchange them again
+            self._distrust()  # perhaps the layouts were not the same: all ranks exchange them again
             raise
         phase("committed")
         return part
+
+    def _distrust(self) -> None:
+        self.exchange.plans.distrust()
+        if self._digester is not None:
+            self._digester.forget()
 
     def give_up(self, attempt: AttemptId, error: Exception) -> None:
         """Tell the others that no part will come; best effort, since the store may be what failed."""

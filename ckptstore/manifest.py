@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptstore.chunktable import ChunkTable
 from ckptstore.errors import CorruptError, InvalidInputError
+from ckptstore.replicaset import ReplicaSet
 
 FORMAT = 1
 
@@ -179,7 +180,8 @@ class Part:
     """What one member contributes: its chunk table, segments, and state that is not tensors.
 
     `state` is the tagged JSON skeleton of `state.py`. `segments` is closed: own and reused ones. `planned`
-    counts the chunks of the plan; a part with fewer rows lost one. `refused` is the reason of a member
+    counts the chunks of the plan; a part with fewer rows lost one. `replicas` are the digests of what is held
+    together with other ranks, or None where none were taken. `refused` is the reason of a member
     that cannot contribute (protocol R12), or None.
     """
 
@@ -197,6 +199,7 @@ class Part:
     nbytes_reused: int
     refused: str | None
     table: ChunkTable
+    replicas: tuple[ReplicaSet, ...] | None = None
 
     @property
     def step(self) -> int:

@@ -34,7 +34,10 @@ from ckptstore.translation import Translation
 
 
 class Publisher:
-    """Publishes for one member of the role that holds the policy. Not for use by several threads at once."""
+    """Publishes for one member of the role that holds the policy. Not for use by several threads at once.
+
+    `check_replicas=False`, on all ranks, publishes also where replicas of one box differ.
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Publisher:
         role: str,
         rank: int,
         timeout_s: float = COMMIT_TIMEOUT_S,
+        check_replicas: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -81,6 +85,7 @@ class Publisher:
             journal=self._journal,
             size=size,
             committer=committer,
+            check_replicas=check_replicas,
         )
         self._counts: dict[int, int] = {}
 

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from ckptstore.chunktable import DIGEST_NBYTES, RAW, ChunkTable, compact_table
 from ckptstore.errors import CorruptError, UnsupportedFormatError
 from ckptstore.manifest import FORMAT, AttemptId, Member, Part, SegmentRef
+from ckptstore.replicaset import ReplicaSet
 from ckptstore.tensor import DTYPES
 from ckptstore.tensors import Tensors
 from ckptstore.wire import canonical, check_format, digest_of, load_json
@@ -46,6 +47,7 @@ def encode_part(part: Part) -> bytes:
         "state": part.state,
         "nbytes_written": part.nbytes_written,
         "nbytes_reused": part.nbytes_reused,
+        "replicas": None if part.replicas is None else [each.to_json() for each in part.replicas],
         "refused": part.refused,
     }
     tensors = table.tensors
@@ -84,12 +86,17 @@ def decode_part(data: bytes, what: str) -> Part:
             nbytes_written=int(meta["nbytes_written"]),
             nbytes_reused=int(meta["nbytes_reused"]),
             refused=meta["refused"],
+            replicas=_replicas_from_json(meta.get("replicas")),
             table=table,
         )
 
     check_seal(data, what)
     part: Part = open_table(data, what, "part", read, texts=_TEXTS)
     return part
+
+
+def _replicas_from_json(value: Any) -> tuple[ReplicaSet, ...] | None:
+    return None if value is None else tuple(ReplicaSet.from_json(each) for each in value)
 
 
 # -- sealed Parquet files

@@ -24,6 +24,7 @@ from ckptstore.errors import (
 )
 from ckptstore.journal import new_id
 from ckptstore.manifest import AttemptId, Member, Part, SegmentRef, part_key, segment_key
+from ckptstore.replicaset import ReplicaSet
 from ckptstore.segment import CHUNKS_MAX, make_header, order
 from ckptstore.snapshot import StagedChunk
 from ckptstore.store.base import Buffer, Store
@@ -124,6 +125,7 @@ class PartWriter:
         layout: str,
         policy_version: int | None,
         baseline: Baseline | None,
+        replicas: tuple[ReplicaSet, ...] | None = None,
         phase: Phase = lambda _: None,
     ) -> Part:
         """Segments, then the part, each durable before the next begins; all durable on return.
@@ -139,6 +141,7 @@ class PartWriter:
             layout=layout,
             policy_version=policy_version,
             baseline=baseline,
+            replicas=replicas,
         )
         phase("part_written")
         return part
@@ -160,6 +163,7 @@ class PartWriter:
         layout: str,
         policy_version: int | None,
         baseline: Baseline | None,
+        replicas: tuple[ReplicaSet, ...] | None = None,
     ) -> Part:
         """The part over what `write_chunks` stored by the same baseline; durable on return. Raises as `write`."""
         reused = sorted({row.segment for row in stored.reused})
@@ -179,6 +183,7 @@ class PartWriter:
             nbytes_reused=sum(row.nbytes for row in stored.reused),
             refused=None,
             table=_table([*stored.reused, *stored.written]),
+            replicas=replicas,
         )
         self._create_part(part)
         return part

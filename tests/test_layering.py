@@ -21,7 +21,7 @@ MODULE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "tensor", "tensors", "layout", "outline", "chunktable", "manifest"),
+    ("errors", "tensor", "tensors", "layout", "outline", "chunktable", "replicaset", "manifest"),
     (
         *(
             "plan",
@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "grouping",
             "elements",
             "cut",
+            "replicas",
             "experts",
             "agreement",
             "intervals",
@@ -48,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "indexfile",
         "segment",
         "interop",
+        "interop.torch_digest",
         "interop.torch_tensor",
         "interop.torch_lazy",
         "interop.torch_state",
@@ -55,7 +57,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "translation",
         *("store", "store.base", "store.memory", "store.file", "store.local", "store.probe"),
-        *("clock", "values", "held", "pieces", "state", "plainvalue", "binding", "snapshot", "journal"),
+        *(
+            "clock",
+            "values",
+            "held",
+            "pieces",
+            "state",
+            "plainvalue",
+            "binding",
+            "snapshot",
+            "digester",
+            "journal",
+        ),
     ),
     (
         "outcome",
