@@ -16,7 +16,7 @@ from rich.table import Table
 
 from bench.rows import Row
 
-AREAS = {"planning": ("bench.planning",), "replicas": ("bench.replicas",)}
+AREAS = {"planning": ("bench.planning", "bench.commit"), "replicas": ("bench.replicas",)}
 
 
 def main() -> None:
