@@ -31,7 +31,7 @@ from ckptstore.incarnation import Incarnation, Token, begin
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, CheckpointInfo, Member, Part
 from ckptstore.mapping import TensorMap
-from ckptstore.restore import RestoreReport, mark_bad, restore_member
+from ckptstore.restore import RestoreReport, Sharing, agreed, mark_bad, restore_member
 from ckptstore.store.base import Store, open_store
 from ckptstore.writer import Baseline
 
@@ -287,7 +287,12 @@ class Checkpointer:
     # -- restore
 
     def restore(
-        self, state: dict[str, Any], *, strict: bool = True, mapping: TensorMap | None = None
+        self,
+        state: dict[str, Any],
+        *,
+        strict: bool = True,
+        mapping: TensorMap | None = None,
+        share: Any = None,
     ) -> int | None:
         """Fill `state` in place from the incarnation's recovery point and return its step; None on a fresh start.
 
@@ -298,7 +303,38 @@ class Checkpointer:
         names or in other arrangements (docs/how-to/mappings.md). CorruptError: damaged data, read twice, now
         marked bad in the journal, so that the next incarnation restores an older checkpoint; the targets must
         not be used.
+
+        `share`: a torch.distributed process group, or True for the default one, all of whose ranks restore now. Then
+        each stored byte is read by one of them and handed on; if one fails, all raise. Collective.
         """
+        together: Sharing | None = None
+        if share is not None and share is not False:
+            from ckptstore.interop.torch_share import Together
+
+            together = Together(None if share is True else share)
+        origin = agreed(together, self._check_restore)
+        if origin is None:
+            return None
+        try:
+            restored, self.last_restore = restore_member(
+                self._store,
+                self._journal.history.fold.commits[origin].index,
+                self._member,
+                size=self._token.roster.size(self._member.role),
+                state=state,
+                strict=strict,
+                clock=self._clock,
+                mapping=mapping,
+                together=together,
+            )
+        except CorruptError as error:
+            mark_bad(self._journal, origin, error)
+            raise
+        self._baseline = Baseline.of(origin, restored.table, restored.index.segments)
+        return origin.step
+
+    def _check_restore(self) -> AttemptId | None:
+        """The checkpoint to restore, after all that must hold before; None on a fresh start."""
         self._check_open()
         origin = self._token.origin.checkpoint
         if origin is None:
@@ -308,23 +344,8 @@ class Checkpointer:
                 "restore after a save: restore once, before the first save (begin anew to go back)"
             )
         self._claim()
-        history = self._journal.catch_up()
-        try:
-            restored, self.last_restore = restore_member(
-                self._store,
-                history.fold.commits[origin].index,
-                self._member,
-                size=self._token.roster.size(self._member.role),
-                state=state,
-                strict=strict,
-                clock=self._clock,
-                mapping=mapping,
-            )
-        except CorruptError as error:
-            mark_bad(self._journal, origin, error)
-            raise
-        self._baseline = Baseline.of(origin, restored.table, restored.index.segments)
-        return origin.step
+        self._journal.catch_up()
+        return origin
 
     # -- end
 

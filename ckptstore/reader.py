@@ -19,7 +19,7 @@ import xxhash
 from ckptstore.chunktable import DIGEST_NBYTES, RAW, ChunkTable
 from ckptstore.errors import CorruptError, NotFoundError, UnsupportedFormatError
 from ckptstore.manifest import SegmentRef
-from ckptstore.plan.load import Pieces, Read, all_reads, plan_load
+from ckptstore.plan.load import LoadPlan, Pieces, Read, all_reads, plan_load
 from ckptstore.state import TensorLeaf
 from ckptstore.store.base import Store
 from ckptstore.tensor import itemsize
@@ -48,9 +48,7 @@ def read_leaves(
     then already written, so the state must not be used.
     """
     plan = plan_load(table, leaves)
-    fill = _Fill(
-        store=store, table=table, leaves=leaves, pieces=plan.pieces, whole=_whole(table, plan.pieces)
-    )
+    fill = Fill.of(store, table, leaves, plan)
     with ThreadPoolExecutor(max_workers=readers, thread_name_prefix="ckptstore-read") as pool:
         futures = [pool.submit(fill.read, read) for read in plan.reads]
         try:
@@ -70,15 +68,23 @@ def _whole(table: ChunkTable, pieces: Pieces) -> npt.NDArray[np.bool_]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Fill:
+class Fill:
+    """Puts chunks where a load plan wants them. A place is the number of a row of the plan."""
+
     store: Store
     table: ChunkTable
     leaves: Sequence[TensorLeaf]
     pieces: Pieces
     whole: npt.NDArray[np.bool_]
 
-    def read(self, read: Read) -> None:
-        places = range(read.first, read.first + len(read.rows))
+    @classmethod
+    def of(cls, store: Store, table: ChunkTable, leaves: Sequence[TensorLeaf], plan: LoadPlan) -> Fill:
+        whole = _whole(table, plan.pieces)
+        return cls(store=store, table=table, leaves=leaves, pieces=plan.pieces, whole=whole)
+
+    def read(self, read: Read, places: Sequence[int] = ()) -> None:
+        """Fetch a read's chunks and put them in place; `places` are theirs if the read is not the plan's own."""
+        places = places or range(read.first, read.first + len(read.rows))
         direct = [self._in_place(at) for at in places]
         sizes = self.table.nbytes[read.rows].tolist()
         chunks = [
@@ -88,8 +94,19 @@ class _Fill:
         fetch_chunks(self.store, self.table, read, chunks)
         for at, view, data in zip(places, direct, chunks, strict=True):
             if view is None:
-                for n in range(int(self.pieces.bounds[at]), int(self.pieces.bounds[at + 1])):
-                    self._scatter(n, data)
+                self._scatter_all(at, data)
+
+    def put(self, at: int, data: Bytes) -> None:
+        """Put a whole chunk in place that was fetched elsewhere."""
+        view = self._in_place(at)
+        if view is None:
+            self._scatter_all(at, data)
+        else:
+            np.copyto(view, data)
+
+    def _scatter_all(self, at: int, data: Bytes) -> None:
+        for n in range(int(self.pieces.bounds[at]), int(self.pieces.bounds[at + 1])):
+            self._scatter(n, data)
 
     def _in_place(self, at: int) -> Bytes | None:
         """The target's own memory for the chunk, when the whole chunk is one contiguous run of one target."""

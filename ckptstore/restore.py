@@ -6,9 +6,9 @@ verified and put in place. What replaces what: docs/explanation/restore.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckptstore.binding import Binding
 from ckptstore.catalog import read_part
@@ -20,8 +20,9 @@ from ckptstore.index import OpenIndex, open_index
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, Member, ObjectRef, PartRef
 from ckptstore.mapping import TensorMap
-from ckptstore.reader import read_leaves
+from ckptstore.reader import ReadReport, read_leaves
 from ckptstore.skeleton import union
+from ckptstore.state import TensorLeaf
 from ckptstore.store.base import Store
 from ckptstore.stored_leaves import find_unequal_scalars, stored_leaves
 from ckptstore.tensor import TensorSpec
@@ -60,6 +61,28 @@ class Restored:
     table: ChunkTable
 
 
+class Sharing(Protocol):
+    """The ranks that restore together: `interop.torch_share.Together`. Both calls are collective."""
+
+    def agree(self, error: BaseException | None) -> None: ...
+
+    def read(self, store: Store, table: ChunkTable, leaves: Sequence[TensorLeaf]) -> ReadReport: ...
+
+
+def agreed(together: Sharing | None, step: Callable[[], T]) -> T:
+    """What `step` gives, once it has succeeded on all ranks that restore together; if it fails on one, all raise."""
+    if together is None:
+        return step()
+    found: list[T] = []
+    error: BaseException | None = None
+    try:
+        found.append(step())
+    except Exception as failure:  # whatever it was, the others must hear of it
+        error = failure
+    together.agree(error)
+    return found[0]
+
+
 def restore_member(
     store: Store,
     ref: ObjectRef,
@@ -70,12 +93,51 @@ def restore_member(
     strict: bool,
     clock: Clock,
     mapping: TensorMap | None = None,
+    together: Sharing | None = None,
 ) -> tuple[Restored, RestoreReport]:
     """Fill `state` in place for `member`, one of `size` ranks of its role, from the checkpoint of index `ref`.
 
     Raises what `Checkpointer.restore` documents; marks nothing.
     """
     started = clock.monotonic()
+    fit = agreed(together, lambda: _prepare(store, ref, member, size, state, strict, clock, mapping))
+    reader = read_leaves if together is None else together.read
+    read = reader(store, fit.table, fit.leaves)
+    fit.binding.apply()
+    return Restored(index=fit.index, table=fit.table), RestoreReport(
+        step=fit.index.id.step,
+        checkpoint=str(fit.index.id),
+        duration_s=clock.monotonic() - started,
+        nbytes=read.nbytes_wanted,
+        nbytes_read=read.nbytes_read,
+        unasked=tuple(sorted(fit.binding.unasked)),
+        skipped=tuple(fit.binding.missing),
+        per_rank_not_given_back=tuple(fit.binding.not_given_back),
+        untaken=fit.untaken,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Fitted:
+    """All that is known before the first target changes: everything fits, and where each chunk goes."""
+
+    index: OpenIndex
+    table: ChunkTable
+    binding: Binding
+    leaves: Sequence[TensorLeaf]
+    untaken: tuple[str, ...]
+
+
+def _prepare(
+    store: Store,
+    ref: ObjectRef,
+    member: Member,
+    size: int,
+    state: dict[str, Any],
+    strict: bool,
+    clock: Clock,
+    mapping: TensorMap | None,
+) -> _Fitted:
     index = _twice(clock, lambda: open_index(store, ref))
     stored: Mapping[str, TensorSpec] = index.rows.tensors.by_name
     translation = None
@@ -101,19 +163,8 @@ def restore_member(
     leaves, unequal = join_tied(store, table, leaves)
     binding.mismatched += unequal
     binding.refuse(strict=strict)
-    read = read_leaves(store, table, leaves)
-    binding.apply()
-    return Restored(index=index, table=table), RestoreReport(
-        step=index.id.step,
-        checkpoint=str(index.id),
-        duration_s=clock.monotonic() - started,
-        nbytes=read.nbytes_wanted,
-        nbytes_read=read.nbytes_read,
-        unasked=tuple(sorted(binding.unasked)),
-        skipped=tuple(binding.missing),
-        per_rank_not_given_back=tuple(binding.not_given_back),
-        untaken=translation.untaken if translation is not None else (),
-    )
+    untaken = translation.untaken if translation is not None else ()
+    return _Fitted(index=index, table=table, binding=binding, leaves=leaves, untaken=untaken)
 
 
 def _twice(clock: Clock, read: Callable[[], T]) -> T:

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "plan",
             "plan.save",
             "plan.load",
+            "plan.share",
             "plan.grid",
             "plan.diff",
             "grouping",
@@ -97,6 +98,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "difference",
         "recovery.coordinator",
         *("interop.dcp_names", "interop.dcp_items", "interop.dcp_member"),
+        "interop.torch_share",
         *("interop.dcp_writer", "interop.dcp_reader", "interop.dcp"),
     ),
     ("", "demo.*", "cli.*", "testing.*"),  # "" is ckptstore/__init__.py

@@ -138,8 +138,20 @@ def all_reads(
     table: ChunkTable, *, gap_nbytes: int = GAP_NBYTES, batch_nbytes: int = BATCH_NBYTES
 ) -> tuple[Read, ...]:
     """Every chunk once, in ranges of neighbours."""
-    rows = np.lexsort((table.start, table.segment))
-    return _batched(table, rows, gap_nbytes, batch_nbytes)
+    return reads_of(table, range(len(table)), gap_nbytes=gap_nbytes, batch_nbytes=batch_nbytes)
+
+
+def reads_of(
+    table: ChunkTable,
+    rows: Sequence[int],
+    *,
+    gap_nbytes: int = GAP_NBYTES,
+    batch_nbytes: int = BATCH_NBYTES,
+) -> tuple[Read, ...]:
+    """These chunks once, in ranges of neighbours."""
+    which = np.array(rows, np.int64)
+    order = np.lexsort((table.start[which], table.segment[which]))
+    return _batched(table, which[order], gap_nbytes, batch_nbytes)
 
 
 def _depth(table: ChunkTable) -> int:

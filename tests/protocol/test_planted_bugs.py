@@ -120,7 +120,7 @@ def origin_chosen_per_rank(patch: pytest.MonkeyPatch) -> None:
     plant(
         patch,
         checkpointer.Checkpointer,
-        "restore",
+        "_check_restore",
         (
             "origin = self._token.origin.checkpoint",
             "origin = (self._journal.catch_up().good() or (None,))[-1]",
