@@ -25,6 +25,7 @@ from ckptstore.demo import janitor
 OBJECT_STORE_NBYTES = 100 * 1024**2
 LEAVE_S = 5.0  # for Ray's processes to end by themselves after shutdown
 SURVEY_S = 1.0
+AGAIN_S = 3.0  # longer than an exception takes to reach the session's end
 _ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_memory_monitor_refresh_ms": "0",
@@ -211,16 +212,32 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Make SIGTERM an exception, as Ctrl-C is, so that everything is cleaned up on the way out."""
+    """Make SIGTERM an exception, as Ctrl-C is, so that everything is cleaned up on the way out.
+
+    Both are raised again until they are heard: what is raised while Ray calls back, or in a destructor, is
+    printed and dropped there, and the command would run on.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    told: list[int] = []
 
-    before = signal.signal(signal.SIGTERM, stop)
+    def tell(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        signal.signal(signal.SIGALRM, lambda _, frame: tell(number, frame))
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop(number, frame)
+
+    before = [(number, signal.signal(number, tell)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if told:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -229,7 +246,7 @@ def _deaf() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    names = (signal.SIGINT, signal.SIGTERM)
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
     before = [signal.signal(name, signal.SIG_IGN) for name in names]
     try:
         yield

@@ -43,7 +43,12 @@ with RaySession() as session:
     ray.get(actor.start.remote(store))
     session.survey(at_once=True)
     print(session._folder, store, file=sys.stderr, flush=True)
-    if sys.argv[1] == "wait":
+    if sys.argv[1] == "drop":
+        class Dropped:
+            def __del__(self):
+                time.sleep(30)  # what a signal raises in here is printed and dropped
+        Dropped()
+    if sys.argv[1] != "end":
         forever = actor.wait.remote()
         while True:
             ray.wait([forever], timeout=0.2)
@@ -104,6 +109,15 @@ def test_a_command_that_is_told_to_stop_leaves_nothing(number: signal.Signals, c
     assert process.returncode == code
     assert left(folders) == []
     assert shared_memory() <= before
+
+
+def test_a_signal_whose_exception_is_dropped_is_heard_all_the_same() -> None:
+    process, folders = begin("drop")
+    time.sleep(0.5)  # into the destructor: there is nothing to wait for
+    process.terminate()
+    process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert left(folders) == []
 
 
 def test_a_signal_to_the_whole_process_group_leaves_nothing_either() -> None:
