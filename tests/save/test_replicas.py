@@ -170,6 +170,28 @@ def two_ranks(**tensors: torch.Tensor) -> list[dict[str, Any]]:
     return [{name: tensor.clone() for name, tensor in tensors.items()} for _ in range(2)]
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_counts_is_what_the_tensors_held_when_save_returned(
+    monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    """Rank 0 trains on before rank 1 saves: its part cannot be written earlier, since it needs rank 1's layout."""
+    if on_device:
+        monkeypatch.setattr(digester, "kind_of", lambda leaf: ROWS)
+    states = two_ranks(w=torch.arange(600.0), v=torch.ones(3))
+    before = bits(states[1])
+    job = Job(2)
+    handles = []
+    for member, state in zip(job.members, states, strict=True):
+        handles.append(member.save(1, state))
+        for tensor in state.values():
+            flip(tensor, 1)
+    assert [handle.result(WAIT_S).step for handle in handles] == [1, 1]
+    job.close()
+    targets = two_ranks(w=torch.zeros(600), v=torch.zeros(3))
+    restore(job.url, *targets)
+    assert [bits(target) for target in targets] == [before, before]
+
+
 def test_without_the_check_a_flipped_replica_is_committed_unseen() -> None:
     states = two_ranks(a=torch.zeros(8), b=torch.ones(8))
     flip(states[1]["b"], 3)
