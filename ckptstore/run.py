@@ -131,9 +131,10 @@ class Run:
     ) -> tensorstore.TensorStore:
         """One tensor as a lazy array: slices of it read the chunks that they touch, verified, and nothing else.
 
-        `name` is dotted, as `ckptstore show --tensors` lists it. Packed float4 comes as uint8, two numbers a byte. A
-        `context` with a cache_pool keeps chunks between reads. NoCheckpointError, MissingTensorError,
-        InvalidInputError (tensorstore is not installed or lacks the dtype); CorruptError also when the array is read.
+        `name` is dotted, as `ckptstore show --tensors` lists it after the role and `/`. Packed float4 comes as
+        uint8, two numbers a byte. A `context` with a cache_pool keeps chunks between reads. NoCheckpointError,
+        MissingTensorError, InvalidInputError (tensorstore is not installed or lacks the dtype); CorruptError also
+        when the array is read.
         """
         from ckptstore.interop.tensorstore import lazy_tensor
 
@@ -141,7 +142,9 @@ class Run:
         index = self.catalog.open_index(id)
         spec = index.rows.tensors.by_name.get(f"{role}/{name}")
         if spec is None:
-            near = get_close_matches(f"{role}/{name}", index.rows.tensors.names, n=3)
+            prefix = f"{role}/"  # names are given without it, so suggest them without it
+            own = [full.removeprefix(prefix) for full in index.rows.tensors.names if full.startswith(prefix)]
+            near = get_close_matches(name.removeprefix(prefix), own, n=3)
             raise MissingTensorError(
                 f"checkpoint {id} has no tensor {name!r} of role {role!r}"
                 + (f" (near: {', '.join(near)})" if near else "")
