@@ -74,7 +74,7 @@ def _show(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     names: Annotated[
         list[str] | None,
-        typer.Option(metavar="GLOB", help="List tensors and values with such names; may be repeated."),
+        typer.Option(metavar="GLOB", help="List names like this, without the role; may be repeated."),
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -101,15 +101,16 @@ def _show(
 def _diff(
     url: Url,
     other: Annotated[
-        str | None, typer.Argument(metavar="URL", help="A second run; the same run by default.")
+        str | None, typer.Argument(metavar="OTHER", help="A second run; the same run by default.")
     ] = None,
     step: Annotated[
-        list[int] | None, typer.Option(help="Which checkpoint; give it twice for both, in order.")
+        list[int] | None,
+        typer.Option(metavar="INT", help="Which checkpoint; give it twice for both, in order."),
     ] = None,
     role: Annotated[str | None, typer.Option(help="Only this role, such as trainer.")] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option(metavar="GLOB", help="Only tensors and values with such names; may be repeated."),
+        typer.Option(metavar="GLOB", help="Only names like this, without the role; may be repeated."),
     ] = None,
     by: Annotated[
         str,
@@ -196,7 +197,9 @@ def _demo(
     resize: Annotated[
         list[str] | None, typer.Option(metavar="LIST", help="Go on with other numbers of trainers.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Where the run is stored; a temporary folder.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Where the run is stored; a temporary folder by default.")
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Do not remove the temporary folder.")] = False,
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one HTML page with figures.")
