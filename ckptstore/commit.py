@@ -153,7 +153,8 @@ class Committer:
                 missing=tuple(missing),
                 reason="missing",
             )
-        return parts
+        # In the order of the roster, whichever came first: digests and messages follow it.
+        return {member: parts[member] for member in self.members}
 
     def _is_committed(self, attempt: AttemptId, history: History) -> bool:
         """Is it in the journal, from whatever committer? FencedError when it is not and never will be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,12 +18,14 @@ from ckptstore import (
     LayoutMismatchError,
     MissingTensorError,
     NotFoundError,
+    PerRank,
     PublicationId,
     Publisher,
     Sharded,
     Subscriber,
 )
 from ckptstore.incarnation import Incarnation
+from ckptstore.store.memory import MemoryStore
 from tests.save.runs import WAIT_S, bits, new_url, store_of
 
 
@@ -112,6 +115,35 @@ def test_equal_weights_have_equal_digests_and_ids_that_differ() -> None:
         members = publishers(inc)
         publish(members, 0)
         assert publish(members, 1).digest != ids[0].digest
+
+
+def test_the_digest_does_not_depend_on_whose_part_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank's part is not seen before the third's; their states differ."""
+
+    def published() -> str:
+        with ckptstore.begin(new_url(), {"trainer": 3}) as inc:
+            members = [Publisher(inc, role="trainer", rank=rank) for rank in range(3)]
+            with ThreadPoolExecutor(3) as pool:
+                calls = [
+                    pool.submit(member.publish, 0, {"w": torch.ones(3), "rank": PerRank(rank)})
+                    for rank, member in enumerate(members)
+                ]
+                return {call.result(WAIT_S) for call in calls}.pop().digest
+
+    in_order = published()
+    real, third_seen = MemoryStore.read, threading.Event()
+
+    def read(self: MemoryStore, key: str, **span: Any) -> bytes:
+        if key.startswith("parts/") and "trainer-00001" in key and not third_seen.is_set():
+            raise NotFoundError("not yet", key=key)
+        data = real(self, key, **span)
+        if key.startswith("parts/") and "trainer-00002" in key:
+            third_seen.set()
+        return data
+
+    monkeypatch.setattr(MemoryStore, "read", read)
+    assert published() == in_order
+    assert third_seen.is_set()
 
 
 def test_after_a_restore_the_cut_is_announced_again_and_the_abandoned_suffix_is_not_current() -> None:
