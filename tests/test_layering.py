@@ -57,7 +57,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "translation",
-        *("store", "store.base", "store.memory", "store.file", "store.local", "store.probe"),
+        *("store", "store.base", "store.memory", "store.collected", "store.direct"),
+        *("store.file", "store.local", "store.probe"),
         *(
             "clock",
             "values",

@@ -21,6 +21,7 @@ from ckptstore.errors import CorruptError, InvalidInputError
 Buffer: TypeAlias = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 """Contiguous memory, taken as bytes whatever its element type."""
 
+BLOCK_NBYTES: Final = 16 << 20  # of an upload: large enough for direct I/O and S3, few enough calls
 KEY_NBYTES_MAX: Final = 1024  # the limit of S3
 SEGMENT_NBYTES_MAX: Final = 255  # the limit of a file name
 TEMPORARY_PREFIX: Final = ".tmp-"  # file names of local stores, never keys
@@ -35,6 +36,29 @@ class ObjectInfo:
 
     key: str
     nbytes: int
+
+
+class Upload(Protocol):
+    """One object in the making, by blocks of `BLOCK_NBYTES`; nothing of it shows before `finish`.
+
+    `write` may be called by several threads at once, each block once and in any order, but block 0 last (it holds
+    what is known last: a segment's header). Whoever made the upload ends it by `abort`, finished or not.
+    """
+
+    def write(self, block: int, data: Buffer) -> None:
+        """Take a whole block; only the last may be shorter. The memory may be reused on return.
+
+        Raises StoreUnavailableError (a full disk included): the upload is then of no use.
+        """
+
+    def finish(self, nbytes: int) -> None:
+        """Make the object, `nbytes` long, durable at its key, all or nothing, as `Store.create` and with its errors.
+
+        May be called again after OutcomeUnknownError and StoreUnavailableError.
+        """
+
+    def abort(self) -> None:
+        """Give up what was not finished, and release what is held. Never raises; may be called again."""
 
 
 class Store(Protocol):
@@ -56,6 +80,12 @@ class Store(Protocol):
         Of any number of concurrent creates of one key exactly one lands. Raises AlreadyExistsError if
         the key is taken, OutcomeUnknownError if it may or may not have landed (read the key back
         before deciding anything), StoreUnavailableError if it did not land (a full disk included).
+        """
+
+    def upload(self, key: str, nbytes_max: int) -> Upload:
+        """Begin an object of at most `nbytes_max` bytes whose blocks are written while others are yet to come.
+
+        Raises StoreUnavailableError, and InvalidInputError for a key as `create` does.
         """
 
     def read(self, key: str, *, start: int = 0, nbytes: int | None = None) -> bytes:

@@ -30,10 +30,12 @@ from ckptstore.errors import (
 )
 from ckptstore.store import file
 from ckptstore.store.base import (
+    BLOCK_NBYTES,
     TEMPORARY_PREFIX,
     Buffer,
     ObjectInfo,
     Store,
+    Upload,
     byte_views,
     check_key,
     check_prefix,
@@ -41,6 +43,8 @@ from ckptstore.store.base import (
     is_key_segment,
     writable_views,
 )
+from ckptstore.store.collected import check_blocks
+from ckptstore.store.direct import DirectFile
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -74,6 +78,9 @@ class LocalStore:
             self._settle_name(key, path)
         finally:
             file.remove(temporary)
+
+    def upload(self, key: str, nbytes_max: int) -> Upload:
+        return LocalUpload(self, key, nbytes_max)
 
     def replace(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         path, views = self._path(key), byte_views(data)
@@ -165,16 +172,15 @@ class LocalStore:
                 file.remove(temporary)
                 if error.errno not in _WRITE_ANEW:
                     break
-                with self._lock:
-                    self._durable.clear()
+                self._forget_durable()
             except BaseException:
                 file.remove(temporary)
                 raise
-        if last is not None and last.errno == errno.ENOTDIR:
-            raise InvalidInputError(
-                f"{key} cannot be in {self.url}: a part of its path is a file; choose another key", key=key
-            ) from last
-        raise self._unavailable("create", key, last, _nbytes(views)) from last
+        raise self._uncreated(key, last, _nbytes(views)) from last
+
+    def _forget_durable(self) -> None:
+        with self._lock:
+            self._durable.clear()
 
     def _make_durable(self, folder: str, *, make: bool) -> None:
         """Make the names of `folder` and of all its parents down from the root durable, once a process.
@@ -302,6 +308,13 @@ class LocalStore:
             advice = "give this user access, or use another folder"
         return StoreUnavailableError(f"cannot {verb} {key} in {self.url}: {text}; {advice}", **values)
 
+    def _uncreated(self, key: str, error: OSError | None, wanted: int) -> CkptStoreError:
+        if error is not None and error.errno == errno.ENOTDIR:
+            return InvalidInputError(
+                f"{key} cannot be in {self.url}: a part of its path is a file; choose another key", key=key
+            )
+        return self._unavailable("create", key, error, wanted)
+
     def _free_nbytes(self) -> int | None:
         """Bytes that an unprivileged user may still write; None if nobody can tell."""
         folder = self._root
@@ -313,9 +326,66 @@ class LocalStore:
             return None
 
 
+class LocalUpload:
+    """An Upload into a temporary beside the key's path, past the page cache where the file system allows it."""
+
+    def __init__(self, store: LocalStore, key: str, nbytes_max: int) -> None:
+        self._store = store
+        self._key = key
+        self._path = store._path(key)
+        folder = os.path.dirname(self._path)
+        self._temporary = os.path.join(folder, TEMPORARY_PREFIX + secrets.token_hex(16))
+        self._sizes: dict[int, int] = {}
+        self._durable = False
+        self._file = self._make(folder, nbytes_max)
+
+    def _make(self, folder: str, nbytes_max: int) -> DirectFile:
+        for last in (False, True):
+            try:
+                self._store._make_durable(folder, make=True)
+                return DirectFile(self._temporary, nbytes_max)
+            except OSError as error:
+                file.remove(self._temporary)
+                if last or error.errno != errno.ENOENT:
+                    raise self._store._uncreated(self._key, error, nbytes_max) from error
+                self._store._forget_durable()  # a folder that has gone is made again
+        raise AssertionError("the last try returns or raises")
+
+    @property
+    def direct(self) -> bool:
+        """Do the writes pass the page cache by?"""
+        return self._file.direct
+
+    def write(self, block: int, data: Buffer) -> None:
+        for view in byte_views(data):
+            try:
+                self._file.write(block * BLOCK_NBYTES, view)
+            except OSError as error:
+                raise self._store._unavailable("create", self._key, error, view.nbytes) from error
+            self._sizes[block] = view.nbytes
+
+    def finish(self, nbytes: int) -> None:
+        check_blocks(self._sizes, nbytes)
+        if not self._durable:
+            try:
+                self._file.finish(nbytes)
+            except OSError as error:
+                # A later fsync of the same file might report success for pages that were dropped: without the file
+                # there is none (a second call fails too).
+                self._file.close()
+                raise self._store._unavailable("create", self._key, error, nbytes) from error
+            self._durable = True
+        self._store._give_name(self._key, self._temporary, self._path, nbytes)
+        self._store._settle_name(self._key, self._path)
+
+    def abort(self) -> None:
+        self._file.close()
+        file.remove(self._temporary)
+
+
 def _nbytes(views: Sequence[memoryview]) -> int:
     return sum(view.nbytes for view in views)
 
 
-def _conforms(store: LocalStore) -> Store:
-    return store  # checked by mypy
+def _conforms(store: LocalStore, upload: LocalUpload) -> tuple[Store, Upload]:
+    return store, upload  # checked by mypy

@@ -15,12 +15,14 @@ from ckptstore.store.base import (
     Buffer,
     ObjectInfo,
     Store,
+    Upload,
     byte_views,
     check_key,
     check_prefix,
     check_range,
     writable_views,
 )
+from ckptstore.store.collected import CollectedUpload
 
 
 class MemoryStore:
@@ -55,6 +57,10 @@ class MemoryStore:
                     f"{key} in {self.url} is taken; read it to see by whom", url=self.url, key=key
                 )
             self._objects[key] = value
+
+    def upload(self, key: str, nbytes_max: int) -> Upload:
+        check_key(key)
+        return CollectedUpload(lambda blocks: self.create(key, blocks))
 
     def read(self, key: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
         value = self._get(key)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptstore.errors import AlreadyExistsError, CorruptError, InvalidInputError, NotFoundError
-from ckptstore.store.base import Buffer, ObjectInfo, Store, open_store
+from ckptstore.errors import AlreadyExistsError, CorruptError, InternalError, InvalidInputError, NotFoundError
+from ckptstore.store.base import BLOCK_NBYTES, Buffer, ObjectInfo, Store, open_store
 from ckptstore.store.probe import probe
 
 BAD_KEYS = (
@@ -92,6 +92,46 @@ class StoreConformance:
                 self.again(store).create("journal/0", value)
             assert caught.value.key == "journal/0"
         assert store.read("journal/0") == b"first"
+
+    @pytest.mark.parametrize("nbytes", [0, 5, 4096, BLOCK_NBYTES, 2 * BLOCK_NBYTES + 12_345])
+    def test_an_upload_in_any_order_is_the_object_of_its_blocks(self, store: Store, nbytes: int) -> None:
+        value = np.random.default_rng(nbytes).bytes(nbytes)
+        upload = store.upload("data/up", nbytes + 5_000_000)
+        blocks = [value[at : at + BLOCK_NBYTES] for at in range(0, nbytes, BLOCK_NBYTES)]
+        memory = bytearray(BLOCK_NBYTES)
+        for number in reversed(range(len(blocks))):
+            memory[: len(blocks[number])] = blocks[number]
+            upload.write(number, memoryview(memory)[: len(blocks[number])])
+            memory[:] = bytes(BLOCK_NBYTES)  # it may be reused
+        assert list(store.list("")) == []
+        upload.finish(nbytes)
+        upload.abort()
+        assert self.again(store).read("data/up") == value
+
+    def test_an_upload_that_is_aborted_leaves_nothing(self, store: Store) -> None:
+        upload = store.upload("data/up", 100)
+        upload.write(0, b"x" * 100)
+        upload.abort()
+        upload.abort()
+        assert list(store.list("")) == []
+        store.create("data/up", b"free")
+
+    def test_an_upload_to_a_taken_key_is_refused(self, store: Store) -> None:
+        upload = store.upload("data/up", 100)
+        upload.write(0, b"x" * 100)
+        self.again(store).create("data/up", b"first")
+        with pytest.raises(AlreadyExistsError):
+            upload.finish(100)
+        upload.abort()
+        assert store.read("data/up") == b"first"
+
+    def test_an_upload_with_a_hole_is_refused(self, store: Store) -> None:
+        upload = store.upload("data/up", 2 * BLOCK_NBYTES)
+        upload.write(1, bytes(BLOCK_NBYTES))
+        with pytest.raises(InternalError, match=r"blocks \[0\]"):
+            upload.finish(2 * BLOCK_NBYTES)
+        upload.abort()
+        assert list(store.list("")) == []
 
     def test_racing_creates_have_one_winner(self, store: Store) -> None:
         probe(store)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
 from ckptstore.errors import AlreadyExistsError, OutcomeUnknownError, StoreUnavailableError
-from ckptstore.store.base import Buffer, ObjectInfo, Store, byte_views
+from ckptstore.store.base import Buffer, ObjectInfo, Store, Upload, byte_views
+from ckptstore.store.collected import CollectedUpload
 
-Verb = Literal["create", "read", "read_into", "size", "list", "delete", "replace", "settle"]
+Verb = Literal["create", "write", "read", "read_into", "size", "list", "delete", "replace", "settle"]
 Lost = Literal["request", "reply"]
 Fault = Literal[
     "unavailable",  # not done; StoreUnavailableError
@@ -104,6 +105,12 @@ class FaultStore:
     def create(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         value = b"".join(byte_views(data))  # a late request carries what was sent
         self._pass("create", key, lambda: self._inner.create(key, value))
+
+    def upload(self, key: str, nbytes_max: int) -> Upload:
+        """Each block is a call, `write`, and the last call is the `create` of it all."""
+        return CollectedUpload(
+            lambda blocks: self.create(key, blocks), lambda: self._pass("write", key, lambda: None)
+        )
 
     def read(self, key: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
         return self._pass("read", key, lambda: self._inner.read(key, start=start, nbytes=nbytes))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-CALLS = ("mkdir", "open", "writev", "fsync", "link", "replace", "unlink")
+CALLS = ("mkdir", "open", "writev", "pwritev", "ftruncate", "fsync", "link", "replace", "unlink")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def check_power_cuts(events: list[Event], key_path: Path) -> None:
         match event.call:
             case "mkdir" | "open":
                 entries[event.path] = False
-            case "writev":
+            case "writev" | "pwritev" | "ftruncate":
                 synced_files.discard(event.path)
             case "fsync" if event.path in entries and not os.path.isdir(event.path):
                 synced_files.add(event.path)

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import random
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,8 +25,8 @@ from ckptstore.errors import (
     StoreUnavailableError,
 )
 from ckptstore.store import file
-from ckptstore.store.base import Store, open_store
-from ckptstore.store.local import LocalStore
+from ckptstore.store.base import BLOCK_NBYTES, Store, open_store
+from ckptstore.store.local import LocalStore, LocalUpload
 from ckptstore.testing.conformance import StoreConformance
 from ckptstore.testing.faults import SimulatedCrash
 from tests.store.recording import Event, Recorder, check_power_cuts
@@ -409,7 +412,7 @@ def test_a_full_disk_is_named_with_bytes_wanted_and_free(
 REAL_FULL_DISK = """
 import subprocess, sys
 from ckptstore.errors import StoreUnavailableError
-from ckptstore.store.local import LocalStore
+from ckptstore.store.local import LocalStore, LocalUpload
 folder = sys.argv[1]
 if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
     sys.exit(77)
@@ -531,7 +534,7 @@ def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
 RACER = """
 import sys
 from ckptstore.errors import AlreadyExistsError
-from ckptstore.store.local import LocalStore
+from ckptstore.store.local import LocalStore, LocalUpload
 store, who = LocalStore(root=sys.argv[1]), sys.argv[2].encode()
 print("ready", flush=True)
 sys.stdin.readline()
@@ -566,3 +569,131 @@ def test_of_sixteen_racing_processes_one_wins_each_key(tmp_path: Path) -> None:
         for index in indices:
             assert store.read(f"race/{int(index):02d}") == f"{who:02d}".encode() * 100
     assert len(files_under(tmp_path / "run")) == 20
+
+
+# -- uploads --------------------------------------------------------------------------------------
+
+
+def _upload(store: Store, value: bytes) -> None:
+    upload = store.upload(KEY, len(value) + 10 * BLOCK_NBYTES)
+    try:
+        for number in reversed(range(-(-len(value) // BLOCK_NBYTES))):
+            upload.write(number, value[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES])
+        upload.finish(len(value))
+    finally:
+        upload.abort()
+
+
+def test_an_upload_is_whole_or_absent_at_any_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "new" / "run"
+    store = LocalStore(root=root)
+    recorder = Recorder(monkeypatch, tmp_path)
+    _upload(store, bytes(BLOCK_NBYTES + 5))
+    check_power_cuts(recorder.events, root / KEY)
+    last = [event.call for event in recorder.events[-6:]]
+    assert last == ["pwritev", "ftruncate", "fsync", "link", "fsync", "unlink"]
+
+
+@pytest.mark.parametrize("where", ["open", "first write", "later write"])
+def test_an_upload_goes_through_the_cache_where_direct_writes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    really_open, really_write, writes = os.open, os.pwritev, []
+
+    def fake_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if where == "open" and flags & os.O_DIRECT:
+            raise refused
+        return really_open(path, flags, *args, **kwargs)
+
+    def fake_write(fd: int, *args: Any) -> int:
+        writes.append(fd)
+        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        if direct and (where == "first write" or len(writes) > 2):
+            raise refused
+        return really_write(fd, *args)
+
+    monkeypatch.setattr(os, "open", fake_open)
+    monkeypatch.setattr(os, "pwritev", fake_write)
+    store = LocalStore(root=tmp_path / "run")
+    value = random.Random(where).randbytes(3 * BLOCK_NBYTES + 17)
+    upload = store.upload(KEY, len(value))
+    for number in range(3, -1, -1):
+        upload.write(number, value[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES])
+    assert isinstance(upload, LocalUpload) and not upload.direct
+    upload.finish(len(value))
+    upload.abort()
+    assert store.read(KEY) == value
+    assert files_under(tmp_path / "run") == {KEY}
+
+
+def test_an_upload_that_meets_a_full_disk_says_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = LocalStore(root=tmp_path / "run")
+    upload = store.upload(KEY, 100)
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(StoreUnavailableError, match="disk is full"):
+        upload.write(0, bytes(100))
+    upload.abort()
+    assert files_under(tmp_path / "run") == set()
+
+
+def test_an_upload_that_may_be_larger_than_the_disk_takes_only_what_comes(tmp_path: Path) -> None:
+    store = LocalStore(root=tmp_path / "run")
+    upload = store.upload(KEY, shutil.disk_usage(tmp_path).free + (1 << 40))
+    upload.write(0, b"little")
+    upload.finish(6)
+    upload.abort()
+    assert store.read(KEY) == b"little"
+
+
+def test_an_upload_is_not_finished_after_a_failed_fsync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(root=tmp_path / "run")
+    upload = store.upload(KEY, 100)
+    upload.write(0, bytes(100))
+    real, failed = os.fsync, []
+
+    def fail_once(fd: int) -> None:
+        if failed:
+            return real(fd)
+        failed.append(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    for _ in range(2):
+        with pytest.raises(StoreUnavailableError):
+            upload.finish(100)
+    upload.abort()
+    assert files_under(tmp_path / "run") == set()
+
+
+def test_an_upload_is_finished_again_after_its_reply_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(root=tmp_path / "run")
+    upload = store.upload(KEY, 100)
+    upload.write(0, bytes(100))
+    real = file.fsync_folder
+    monkeypatch.setattr(file, "fsync_folder", _no_links)
+    with pytest.raises(OutcomeUnknownError):
+        upload.finish(100)
+    monkeypatch.setattr(file, "fsync_folder", real)
+    upload.finish(100)
+    upload.abort()
+    assert store.read(KEY) == bytes(100)
+
+
+def test_a_folder_that_has_gone_is_made_again_for_an_upload(tmp_path: Path) -> None:
+    store = LocalStore(root=tmp_path / "run")
+    store.create("journal/a/1", b"x")
+    shutil.rmtree(tmp_path / "run")
+    _upload(store, b"value")
+    assert store.read(KEY) == b"value"
