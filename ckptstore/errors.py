@@ -88,7 +88,7 @@ class LayoutMismatchError(InvalidInputError):
 
 
 class BudgetExceededError(CkptStoreError):
-    """One request needs more memory than the whole budget."""
+    """One request needs more memory than the whole budget, or did not get it within its time."""
 
 
 class NoRecoveryPointError(CkptStoreError):

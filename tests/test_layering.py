@@ -57,6 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "translation",
+        "budget",
         *("store", "store.base", "store.memory", "store.collected", "store.direct"),
         *("store.file", "store.local", "store.probe"),
         *(
