@@ -16,7 +16,11 @@ from rich.table import Table
 
 from bench.rows import Row
 
-AREAS = {"planning": ("bench.planning", "bench.commit"), "replicas": ("bench.replicas",)}
+AREAS = {
+    "planning": ("bench.planning", "bench.commit"),
+    "replicas": ("bench.replicas",),
+    "s3": ("bench.s3",),
+}
 
 
 def main() -> None:

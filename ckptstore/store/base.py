@@ -224,13 +224,18 @@ def check_range(url: str, key: str, size: int, start: int, nbytes: int | None) -
 
 
 def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
-    """The store of `url`: a path or `file://` (local), `memory://name` (this process only).
+    """The store of `url`: a path or `file://` (local), `s3://bucket/prefix`, `memory://name` (this process only).
 
-    Nothing is read or written. Raises InvalidInputError for any other scheme.
+    Nothing is read or written. `storage_options` are for `s3://` (docs/how-to/object-stores.md). Raises
+    InvalidInputError for any other scheme.
     """
     text = os.fspath(url)
     scheme = _SCHEME.match(text)
     kind = scheme[1].lower() if scheme else "file"
+    if kind == "s3":
+        from ckptstore.store.s3 import open_s3
+
+        return open_s3(text, storage_options or {})
     if storage_options:
         raise InvalidInputError(
             f"storage_options {sorted(storage_options)} mean nothing to {text}; leave them out", url=text
@@ -241,7 +246,8 @@ def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, Any] |
         return MemoryStore.named(text[len("memory://") :])
     if kind != "file":
         raise InvalidInputError(
-            f"{text}: object stores are not in this version; use a local path, file:// or memory://", url=text
+            f"{text}: {kind}:// is not in this version; use a local path, file://, s3:// or memory://",
+            url=text,
         )
     from ckptstore.store.local import LocalStore
 

@@ -517,7 +517,7 @@ def test_urls_of_all_spellings_open_the_same_folder(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://bucket/run", "gs://b", "http://h/x", "file://host/x", "", "file://", "a\0b"]
+    "url", ["az://bucket/run", "gs://b", "http://h/x", "file://host/x", "", "file://", "a\0b"]
 )
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(InvalidInputError):

@@ -1,0 +1,399 @@
+"""Objects in a bucket of S3, or of a server that speaks its protocol.
+
+Two clients, each for what it does best. botocore makes the requests that decide something: it sends each
+once, tells why one was refused, and a listing is read as it is now. tensorstore's driver carries the bytes of
+large objects, in threads of its own and with a third of the CPU time; it sends a request anew unasked when a
+used connection breaks, which is harmless for keys that hold a random id. Why these: docs/explanation/performance.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from ckptstore.errors import InvalidInputError
+from ckptstore.store.base import ObjectInfo, check_key, is_key_segment
+from ckptstore.store.remote import RemoteStore
+from ckptstore.store.request import Client, Kind, RequestError
+
+FAST_NBYTES_MIN: Final = 1 << 20  # from here on the bytes cost more than the request
+SLOWEST_NBYTES_S: Final = 2 << 20  # a connection that is slower is taken to have stalled
+CONNECTIONS_MAX: Final = 32
+_PID: Final = os.getpid()  # tensorstore's threads do not follow a fork
+
+_CREDENTIALS: Final = "correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give storage_options profile="
+_ADVICE: Final = {
+    "NoSuchBucket": "make the bucket, or correct the URL",
+    "AccessDenied": "let these credentials read, write, list and delete there",
+    "AllAccessDisabled": "let these credentials read, write, list and delete there",
+    "InvalidAccessKeyId": _CREDENTIALS,
+    "SignatureDoesNotMatch": _CREDENTIALS,
+    "ExpiredToken": "renew the credentials",
+    "InvalidToken": "renew the credentials",
+    "RequestTimeTooSkewed": "set the clock of this machine",
+    "PermanentRedirect": "set AWS_REGION to the region of the bucket",
+    "AuthorizationHeaderMalformed": "set AWS_REGION to the region of the bucket",
+    "NotImplemented": "this server lacks a request that a run needs: use another",
+    "EntityTooLarge": "the server takes no object of this size: save smaller tensors, or on more ranks",
+    "403": "correct the credentials, or let them read, write, list and delete there",
+    "301": "set AWS_REGION to the region of the bucket",
+}
+_KINDS: Final[Mapping[str, Kind]] = {
+    "NoSuchKey": "absent",
+    "PreconditionFailed": "taken",
+    "ConditionalRequestConflict": "again",
+    "OperationAborted": "again",
+    "InvalidRange": "beyond",
+    "RequestTimeout": "maybe",
+    "NotImplemented": "refused",
+    "404": "absent",  # the reply to HEAD says no more
+    "412": "taken",
+    "416": "beyond",
+    "429": "again",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Options:
+    """`storage_options=` of `s3://`. What is None is taken from the environment (AWS_…) and ~/.aws.
+
+    `timeout_s`: a request without a reply for so long is given up (large ones get more). `retry_s`: how long
+    a failed one is repeated.
+    """
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    anonymous: bool = False
+    timeout_s: float = 30.0
+    retry_s: float = 60.0
+
+    @classmethod
+    def of(cls, url: str, given: Mapping[str, Any]) -> S3Options:
+        """InvalidInputError names all that is unknown or of another kind."""
+        kinds: dict[str, tuple[type, ...]] = {
+            **dict.fromkeys(("endpoint_url", "region", "profile"), (str, type(None))),
+            "anonymous": (bool,),
+            **dict.fromkeys(("timeout_s", "retry_s"), (int, float)),
+        }
+        wrong = [
+            f"{name}={value!r}"
+            for name, value in given.items()
+            if not isinstance(value, kinds.get(name, ()))
+            or (isinstance(value, int | float) and name != "anonymous" and not _is_seconds(value))
+        ]
+        if wrong:
+            raise InvalidInputError(
+                f"{url}: storage_options {', '.join(wrong)} cannot be used; there are endpoint_url, region and "
+                "profile (text), anonymous (True or False), timeout_s and retry_s (seconds above 0); keys belong "
+                "into the environment",
+                url=url,
+                wrong=tuple(wrong),
+            )
+        return cls(**given)
+
+
+def _is_seconds(value: float) -> bool:
+    return not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def open_s3(url: str, storage_options: Mapping[str, Any]) -> RemoteStore:
+    """The store of `s3://bucket/prefix`. InvalidInputError if it cannot be one, or a package is missing."""
+    options = S3Options.of(url, storage_options)
+    parts = urlsplit(url)
+    bucket, prefix = parts.netloc, parts.path.strip("/")
+    if not bucket or "@" in bucket or ":" in bucket or parts.query or parts.fragment:
+        raise InvalidInputError(f"{url} does not name a bucket; write s3://bucket/prefix", url=url)
+    if prefix:
+        check_key(prefix)
+    try:
+        import botocore.session
+        import tensorstore
+    except ImportError as error:
+        raise InvalidInputError(
+            f"{url} needs the package {error.name}, which is not installed: pip install 'ckptstore[s3]'",
+            url=url,
+            package=error.name,
+        ) from error
+    del botocore, tensorstore
+
+    def open_client() -> Client:
+        return S3Client(bucket=bucket, prefix=f"{prefix}/" if prefix else "", options=options)
+
+    named = f"s3://{bucket}/{prefix}" if prefix else f"s3://{bucket}"
+    return RemoteStore(url=named, open_client=open_client, retry_s=options.retry_s)
+
+
+class S3Client:
+    """A Client of the objects below `prefix` (empty, or ending in `/`) of a bucket."""
+
+    def __init__(self, *, bucket: str, prefix: str, options: S3Options) -> None:
+        self._prefix = prefix
+        self._timeout_s = options.timeout_s
+        self._bucket = bucket
+        with _told():
+            self._requests = _botocore(options)
+        self._fast: Any = None
+        if os.getpid() == _PID:
+            self._fast = _tensorstore(bucket, prefix, options, self._requests)
+
+    def get(self, key: str, start: int, views: Sequence[memoryview]) -> None:
+        wanted = sum(view.nbytes for view in views)
+        if self._fast is not None and wanted >= FAST_NBYTES_MIN and self._get_fast(key, start, views, wanted):
+            return
+        with _told():
+            reply = self._requests.get_object(
+                Bucket=self._bucket, Key=self._prefix + key, Range=f"bytes={start}-{start + wanted - 1}"
+            )
+            with contextlib.closing(reply["Body"]) as body:
+                if reply["ContentLength"] < wanted:
+                    raise RequestError("beyond", f"{reply['ContentLength']} of {wanted} bytes are there")
+                for view in views:
+                    while view.nbytes:
+                        count = body.readinto(view)
+                        if not count:
+                            raise RequestError("again", "the reply ended early")
+                        view = view[count:]
+
+    def get_rest(self, key: str, start: int) -> bytes:
+        part = {"Range": f"bytes={start}-"} if start else {}
+        with _told():
+            reply = self._requests.get_object(Bucket=self._bucket, Key=self._prefix + key, **part)
+            with contextlib.closing(reply["Body"]) as body:
+                data: bytes = body.read()  # shorter than announced is an error of botocore's
+        return data
+
+    def size(self, key: str) -> int:
+        with _told():
+            reply = self._requests.head_object(Bucket=self._bucket, Key=self._prefix + key)
+        return int(reply["ContentLength"])
+
+    def put(self, key: str, views: Sequence[memoryview], *, exclusive: bool) -> None:
+        data = b"".join(views)
+        large = self._fast is not None and len(data) >= FAST_NBYTES_MIN
+        if large and self._put_fast(key, data, exclusive=exclusive):
+            return
+        with _told():
+            self._requests.put_object(
+                Bucket=self._bucket, Key=self._prefix + key, Body=data, **_condition(exclusive)
+            )
+
+    def begin_parts(self, key: str) -> str:
+        with _told():
+            reply = self._requests.create_multipart_upload(Bucket=self._bucket, Key=self._prefix + key)
+        return str(reply["UploadId"])
+
+    def put_part(self, key: str, upload: str, number: int, views: Sequence[memoryview]) -> str:
+        with _told():
+            reply = self._requests.upload_part(
+                Bucket=self._bucket,
+                Key=self._prefix + key,
+                UploadId=upload,
+                PartNumber=number,
+                Body=b"".join(views),
+            )
+        return str(reply["ETag"])
+
+    def end_parts(self, key: str, upload: str, tags: Sequence[str], *, exclusive: bool) -> None:
+        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
+        with _told():
+            self._requests.complete_multipart_upload(
+                Bucket=self._bucket,
+                Key=self._prefix + key,
+                UploadId=upload,
+                MultipartUpload={"Parts": parts},
+                **_condition(exclusive),
+            )
+
+    def drop_parts(self, key: str, upload: str) -> None:
+        with _told():
+            self._requests.abort_multipart_upload(
+                Bucket=self._bucket, Key=self._prefix + key, UploadId=upload
+            )
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        with _told():
+            pages = self._requests.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._prefix + prefix
+            )
+            for page in pages:
+                for each in page.get("Contents", ()):
+                    key = each["Key"].removeprefix(self._prefix)
+                    if all(map(is_key_segment, key.split("/"))):  # not the markers that stand for folders
+                        yield ObjectInfo(key=key, nbytes=int(each["Size"]))
+
+    def delete(self, key: str) -> None:
+        with _told():
+            self._requests.delete_object(Bucket=self._bucket, Key=self._prefix + key)
+
+    def close(self) -> None:
+        self._requests.close()
+        self._fast = None
+
+    # -- the bytes of large objects
+
+    def _limit_s(self, nbytes: int) -> float:
+        return self._timeout_s + nbytes / SLOWEST_NBYTES_S
+
+    def _get_fast(self, key: str, start: int, views: Sequence[memoryview], wanted: int) -> bool:
+        """Whether it was done; if not, the other client must ask, which can tell why."""
+        limit_s = self._limit_s(wanted)
+        try:
+            found = self._fast.read(key, byte_range=slice(start, start + wanted)).result(timeout=limit_s)
+        except TimeoutError as error:
+            raise RequestError("again", f"no reply within {limit_s:.0f} s") from error
+        except _FAST_ERRORS as error:
+            self._judge_fast(str(error))
+            return False
+        held = memoryview(found.value)
+        if found.state != "value" or held.nbytes != wanted:
+            return False
+        at = 0
+        for view in views:
+            view[:] = held[at : at + view.nbytes]
+            at += view.nbytes
+        return True
+
+    def _put_fast(self, key: str, data: bytes, *, exclusive: bool) -> bool:
+        """Whether it was done; False if it certainly was not, and the other client can tell why."""
+        limit_s, condition = self._limit_s(len(data)), {"if_equal": _NO_VALUE} if exclusive else {}
+        try:
+            stamp = self._fast.write(key, data, **condition).result(timeout=limit_s)
+        except TimeoutError as error:
+            raise RequestError("maybe", f"no reply within {limit_s:.0f} s") from error
+        except _FAST_ERRORS as error:
+            if self._judge_fast(str(error)):
+                raise RequestError("maybe", " ".join(str(error).split())[:300]) from error
+            return False
+        if stamp.generation:
+            return True
+        # So tensorstore tells a refused condition, but also a bucket that is not there.
+        try:
+            self.size(key)
+        except RequestError as error:
+            if error.kind == "absent":
+                return False
+            raise RequestError("maybe", error.reason, error.advice) from error
+        raise RequestError("taken", "the key is taken")
+
+    def _judge_fast(self, said: str) -> bool:
+        """Whether a write that failed so may have been done all the same; without its trust, do without it."""
+        if "SSL" in said or "credentials" in said:  # it looks elsewhere for certificates and keys
+            self._fast = None
+            return False
+        return re.search(r"http_response_code='(4|501)|Could not connect", said) is None
+
+
+_FAST_ERRORS: Final = (ValueError, RuntimeError, OSError, KeyError)  # what tensorstore makes of its codes
+_NO_VALUE: Final = b"\x02"  # the generation that tensorstore gives a key without a value
+
+
+def _condition(exclusive: bool) -> dict[str, str]:
+    return {"IfNoneMatch": "*"} if exclusive else {}
+
+
+def _region(session: Any, options: S3Options) -> str:
+    found = options.region or os.environ.get("AWS_REGION") or session.get_config_variable("region")
+    return found or "us-east-1"
+
+
+def _botocore(options: S3Options) -> Any:
+    from botocore import UNSIGNED
+    from botocore.config import Config
+    from botocore.session import Session
+
+    session = Session(profile=options.profile)
+    endpoint = options.endpoint_url
+    own = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    config = Config(
+        connect_timeout=min(10.0, options.timeout_s),
+        read_timeout=options.timeout_s,
+        retries={"total_max_attempts": 1},  # a request that was repeated unseen could meet its own object
+        max_pool_connections=CONNECTIONS_MAX,
+        # The signature covers the bytes already; a second checksum costs as much as the request.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"addressing_style": "path" if own else "auto"},
+        **({"signature_version": UNSIGNED} if options.anonymous else {}),
+    )
+    return session.create_client(
+        "s3", region_name=_region(session, options), endpoint_url=endpoint, config=config
+    )
+
+
+def _tensorstore(bucket: str, prefix: str, options: S3Options, requests: Any) -> Any:
+    """The same bucket through tensorstore; None if it cannot open it: botocore can do all, slower."""
+    import tensorstore
+
+    bundle = os.environ.get("AWS_CA_BUNDLE")
+    if bundle:
+        os.environ.setdefault("TENSORSTORE_CA_BUNDLE", bundle)  # read when it first connects
+    credentials: dict[str, str] = {
+        "type": "environment" if os.environ.get("AWS_ACCESS_KEY_ID") else "default"
+    }
+    if options.profile is not None:
+        credentials = {"type": "profile", "profile": options.profile}
+    if options.anonymous:
+        credentials = {"type": "anonymous"}
+    spec: dict[str, Any] = {
+        "driver": "s3",
+        "bucket": bucket,
+        "path": prefix,
+        "aws_region": requests.meta.region_name,
+        "context": {
+            "s3_request_retries": {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"},
+            "s3_request_concurrency": {"limit": CONNECTIONS_MAX},
+            "aws_credentials": credentials,
+        },
+    }
+    if ".amazonaws." not in requests.meta.endpoint_url:
+        spec["endpoint"] = requests.meta.endpoint_url
+    try:
+        return tensorstore.KvStore.open(spec).result(timeout=options.timeout_s)
+    except (TimeoutError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Failures of botocore as RequestErrors."""
+    from botocore import exceptions as said
+
+    try:
+        yield
+    except said.ClientError as error:
+        raise _refusal(error.response) from error
+    except (said.NoCredentialsError, said.PartialCredentialsError, said.ProfileNotFound) as error:
+        raise RequestError(
+            "refused", str(error), "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+        ) from error
+    except said.SSLError as error:
+        raise RequestError(
+            "refused", str(error), "set AWS_CA_BUNDLE to the certificates of its authority"
+        ) from error
+    except (said.EndpointConnectionError, said.ConnectTimeoutError, said.ProxyConnectionError) as error:
+        advice = "see that the server runs and that AWS_ENDPOINT_URL names it, and try again"
+        raise RequestError("again", str(error), advice) from error
+    except (said.HTTPClientError, said.IncompleteReadError) as error:
+        raise RequestError("maybe", str(error)) from error
+    except (said.BotoCoreError, ValueError) as error:  # an endpoint that is no URL, a wrong file of settings
+        raise RequestError("refused", str(error), "correct the settings of AWS_… and ~/.aws") from error
+
+
+def _refusal(reply: Mapping[str, Any]) -> RequestError:
+    """What the server said, as S3 means it. 5xx tells nothing of what became of a write."""
+    code = str(reply.get("Error", {}).get("Code", ""))
+    text = str(reply.get("Error", {}).get("Message", ""))
+    status = int(reply.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    kind = _KINDS.get(code)
+    if kind is None:
+        kind = "maybe" if status >= 500 else "refused"
+    if kind == "refused" and code not in _ADVICE and str(status) in _KINDS and status != 404:
+        kind = _KINDS[str(status)]
+    advice = _ADVICE.get(code) or _ADVICE.get(str(status)) or "see what the server says, and correct it"
+    return RequestError(kind, f"{code or status} {text}".strip(), advice)
