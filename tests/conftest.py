@@ -10,6 +10,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["tests.s3_server"]
+
 pytest.register_assert_rewrite("ckptstore.testing.conformance")
 
 # The machine is shared and slow at times: examples are bounded by number, never by time.

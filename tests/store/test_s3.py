@@ -32,8 +32,8 @@ from ckptstore.store.base import Store, open_store
 from ckptstore.store.probe import probe
 from ckptstore.testing.conformance import StoreConformance
 from ckptstore.writer import create_own
+from tests.s3_server import BUCKET, IMPATIENT
 from tests.seaweed import Seaweed
-from tests.store.conftest import BUCKET, IMPATIENT
 from tests.store.lossy import LossyProxy
 
 LARGE = 2 << 20  # carried by tensorstore

@@ -23,9 +23,9 @@ from ckptstore import (
 from ckptstore.store.base import open_store
 from ckptstore.store.s3 import S3Client
 from tests.cli.commands import run
+from tests.s3_server import IMPATIENT
 from tests.save.runs import WAIT_S, bits, restore, save_all, save_steps
 from tests.seaweed import Seaweed
-from tests.store.conftest import IMPATIENT
 from tests.store.lossy import LossyProxy
 
 
