@@ -98,5 +98,6 @@ def _all(pool: ThreadPoolExecutor, act: Callable[..., object], *arguments: Seque
 
 
 def _wait(start: Callable[..., Any], *arguments: Sequence[Any]) -> None:
+    """All begun before one is waited for; what was read is taken as bytes, which copies it."""
     for future in list(map(start, *arguments)):
-        future.result()
+        _ = getattr(future.result(), "value", None)
