@@ -60,7 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "budget",
         *("store", "store.base", "store.memory", "store.collected", "store.direct"),
         *("store.file", "store.local", "store.probe"),
-        *("store.request", "store.remote", "store.s3"),
+        *("store.request", "store.remote", "store.refusal", "store.s3"),
         *(
             "clock",
             "values",

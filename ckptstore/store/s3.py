@@ -20,44 +20,14 @@ import numpy as np
 
 from ckptstore.errors import InvalidInputError
 from ckptstore.store.base import ObjectInfo, check_key, is_key_segment
+from ckptstore.store.refusal import told
 from ckptstore.store.remote import RemoteStore
-from ckptstore.store.request import Client, Kind, RequestError
+from ckptstore.store.request import Client, RequestError
 
 FAST_NBYTES_MIN: Final = 1 << 20  # from here on the bytes cost more than the request
 SLOWEST_NBYTES_S: Final = 2 << 20  # a connection that is slower is taken to have stalled
 CONNECTIONS_MAX: Final = 32
 _PID: Final = os.getpid()  # tensorstore's threads do not follow a fork
-
-_CREDENTIALS: Final = "correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give storage_options profile="
-_ADVICE: Final = {
-    "NoSuchBucket": "make the bucket, or correct the URL",
-    "AccessDenied": "let these credentials read, write, list and delete there",
-    "AllAccessDisabled": "let these credentials read, write, list and delete there",
-    "InvalidAccessKeyId": _CREDENTIALS,
-    "SignatureDoesNotMatch": _CREDENTIALS,
-    "ExpiredToken": "renew the credentials",
-    "InvalidToken": "renew the credentials",
-    "RequestTimeTooSkewed": "set the clock of this machine",
-    "PermanentRedirect": "set AWS_REGION to the region of the bucket",
-    "AuthorizationHeaderMalformed": "set AWS_REGION to the region of the bucket",
-    "NotImplemented": "this server lacks a request that a run needs: use another",
-    "EntityTooLarge": "the server takes no object of this size: save smaller tensors, or on more ranks",
-    "403": "correct the credentials, or let them read, write, list and delete there",
-    "301": "set AWS_REGION to the region of the bucket",
-}
-_KINDS: Final[Mapping[str, Kind]] = {
-    "NoSuchKey": "absent",
-    "PreconditionFailed": "taken",
-    "ConditionalRequestConflict": "again",
-    "OperationAborted": "again",
-    "InvalidRange": "beyond",
-    "RequestTimeout": "maybe",
-    "NotImplemented": "refused",
-    "404": "absent",  # the reply to HEAD says no more
-    "412": "taken",
-    "416": "beyond",
-    "429": "again",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +108,7 @@ class S3Client:
         self._prefix = prefix
         self._timeout_s = options.timeout_s
         self._bucket = bucket
-        with _told():
+        with told():
             self._requests = _botocore(options)
         self._fast: Any = None
         if os.getpid() == _PID:
@@ -148,7 +118,7 @@ class S3Client:
         wanted = sum(view.nbytes for view in views)
         if self._fast is not None and wanted >= FAST_NBYTES_MIN and self._get_fast(key, start, views, wanted):
             return
-        with _told():
+        with told():
             reply = self._requests.get_object(
                 Bucket=self._bucket, Key=self._prefix + key, Range=f"bytes={start}-{start + wanted - 1}"
             )
@@ -164,14 +134,14 @@ class S3Client:
 
     def get_rest(self, key: str, start: int) -> bytes:
         part = {"Range": f"bytes={start}-"} if start else {}
-        with _told():
+        with told():
             reply = self._requests.get_object(Bucket=self._bucket, Key=self._prefix + key, **part)
             with contextlib.closing(reply["Body"]) as body:
                 data: bytes = body.read()  # shorter than announced is an error of botocore's
         return data
 
     def size(self, key: str) -> int:
-        with _told():
+        with told():
             reply = self._requests.head_object(Bucket=self._bucket, Key=self._prefix + key)
         return int(reply["ContentLength"])
 
@@ -180,18 +150,18 @@ class S3Client:
         large = self._fast is not None and len(data) >= FAST_NBYTES_MIN
         if large and self._put_fast(key, data, exclusive=exclusive):
             return
-        with _told():
+        with told():
             self._requests.put_object(
                 Bucket=self._bucket, Key=self._prefix + key, Body=data, **_condition(exclusive)
             )
 
     def begin_parts(self, key: str) -> str:
-        with _told():
+        with told():
             reply = self._requests.create_multipart_upload(Bucket=self._bucket, Key=self._prefix + key)
         return str(reply["UploadId"])
 
     def put_part(self, key: str, upload: str, number: int, views: Sequence[memoryview]) -> str:
-        with _told():
+        with told():
             reply = self._requests.upload_part(
                 Bucket=self._bucket,
                 Key=self._prefix + key,
@@ -203,7 +173,7 @@ class S3Client:
 
     def end_parts(self, key: str, upload: str, tags: Sequence[str], *, exclusive: bool) -> None:
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
-        with _told():
+        with told():
             self._requests.complete_multipart_upload(
                 Bucket=self._bucket,
                 Key=self._prefix + key,
@@ -213,13 +183,13 @@ class S3Client:
             )
 
     def drop_parts(self, key: str, upload: str) -> None:
-        with _told():
+        with told():
             self._requests.abort_multipart_upload(
                 Bucket=self._bucket, Key=self._prefix + key, UploadId=upload
             )
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        with _told():
+        with told():
             pages = self._requests.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._prefix + prefix
             )
@@ -230,7 +200,7 @@ class S3Client:
                         yield ObjectInfo(key=key, nbytes=int(each["Size"]))
 
     def delete(self, key: str) -> None:
-        with _told():
+        with told():
             self._requests.delete_object(Bucket=self._bucket, Key=self._prefix + key)
 
     def close(self) -> None:
@@ -360,43 +330,3 @@ def _tensorstore(bucket: str, prefix: str, options: S3Options, requests: Any) ->
         return tensorstore.KvStore.open(spec).result(timeout=options.timeout_s)
     except (TimeoutError, ValueError):
         return None
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Failures of botocore as RequestErrors."""
-    from botocore import exceptions as said
-
-    try:
-        yield
-    except said.ClientError as error:
-        raise _refusal(error.response) from error
-    except (said.NoCredentialsError, said.PartialCredentialsError, said.ProfileNotFound) as error:
-        raise RequestError(
-            "refused", str(error), "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
-        ) from error
-    except said.SSLError as error:
-        raise RequestError(
-            "refused", str(error), "set AWS_CA_BUNDLE to the certificates of its authority"
-        ) from error
-    except (said.EndpointConnectionError, said.ConnectTimeoutError, said.ProxyConnectionError) as error:
-        advice = "see that the server runs and that AWS_ENDPOINT_URL names it, and try again"
-        raise RequestError("again", str(error), advice) from error
-    except (said.HTTPClientError, said.IncompleteReadError) as error:
-        raise RequestError("maybe", str(error)) from error
-    except (said.BotoCoreError, ValueError) as error:  # an endpoint that is no URL, a wrong file of settings
-        raise RequestError("refused", str(error), "correct the settings of AWS_… and ~/.aws") from error
-
-
-def _refusal(reply: Mapping[str, Any]) -> RequestError:
-    """What the server said, as S3 means it. 5xx tells nothing of what became of a write."""
-    code = str(reply.get("Error", {}).get("Code", ""))
-    text = str(reply.get("Error", {}).get("Message", ""))
-    status = int(reply.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    kind = _KINDS.get(code)
-    if kind is None:
-        kind = "maybe" if status >= 500 else "refused"
-    if kind == "refused" and code not in _ADVICE and str(status) in _KINDS and status != 404:
-        kind = _KINDS[str(status)]
-    advice = _ADVICE.get(code) or _ADVICE.get(str(status)) or "see what the server says, and correct it"
-    return RequestError(kind, f"{code or status} {text}".strip(), advice)
