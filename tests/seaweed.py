@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -80,8 +79,9 @@ class Seaweed:
         self._process.wait(30)
         self._process = None
         for port in self._ports:
-            for path in Path(tempfile.gettempdir()).glob(f"seaweedfs-*-{port}.sock"):
-                path.unlink(missing_ok=True)
+            for each in (port, port + _GRPC_ABOVE):
+                for path in Path("/tmp").glob(f"seaweedfs-*-{each}.sock"):  # whatever TMPDIR says
+                    path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
