@@ -29,12 +29,14 @@ from ckptstore.store.base import (
     Buffer,
     ObjectInfo,
     Store,
+    Upload,
     byte_views,
     check_key,
     check_prefix,
     check_range,
     writable_views,
 )
+from ckptstore.store.collected import CollectedUpload
 from ckptstore.store.request import Client, RequestError, split
 
 RANGE_NBYTES: Final = 16 << 20  # one request of a larger read
@@ -76,6 +78,10 @@ class RemoteStore:
     def create(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         check_key(key)
         self._write("create", key, byte_views(data), exclusive=True)
+
+    def upload(self, key: str, nbytes_max: int) -> Upload:
+        check_key(key)
+        return CollectedUpload(lambda blocks: self.create(key, blocks))
 
     def replace(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         check_key(key)
