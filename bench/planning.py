@@ -9,10 +9,10 @@ from functools import partial
 
 from bench import moe
 from bench.rows import Row, median_s
-from ckptstore.exchange import Agreed, Plans, Structure
+from ckptstore.exchange import Agreed, Plans
 from ckptstore.outline import Outline, _expand, find_disputes, layout_digest, outline, unequal_empties
 from ckptstore.plan.save import PlannedChunk, _cut, fair_shares, plan_rank
-from ckptstore.state import TensorLeaf
+from ckptstore.state import Structure, TensorLeaf
 from ckptstore.tensor import Shard
 
 ROLE = "trainer"

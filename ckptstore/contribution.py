@@ -21,7 +21,7 @@ from ckptstore.errors import (
     IncompleteSaveError,
     OutcomeUnknownError,
 )
-from ckptstore.exchange import Agreed, Exchange, Structure
+from ckptstore.exchange import Agreed, Exchange
 from ckptstore.incarnation import Token
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, Member, Part
@@ -29,7 +29,7 @@ from ckptstore.outcome import abandon_reason, abandoned, fenced
 from ckptstore.plan.save import PlannedChunk
 from ckptstore.replicaset import ReplicaSet
 from ckptstore.snapshot import StagedChunk, StagingArena, stage, whole_leaves
-from ckptstore.state import FlatState, Known, TensorLeaf, flatten
+from ckptstore.state import FlatState, Known, Structure, TensorLeaf, flatten
 from ckptstore.store.base import Store
 from ckptstore.tensor import Shard
 from ckptstore.writer import Baseline, PartWriter
@@ -75,32 +75,26 @@ class Contributor:
         self._digester = Digester(member.rank) if check_replicas else None
         self._arena = StagingArena()
         self._known = Known()
-        self._sharded: tuple[Structure, tuple[Shard, ...]] = (Structure((), (), ()), ())
+        self._sharded: tuple[Structure, tuple[Shard, ...]] = (Structure((), (), (), ()), ())
 
     # -- on the caller's thread
 
     def stage(self, attempt: AttemptId, state: Any, baseline: Baseline | None) -> Staged:
         """Copy what this member will write; the caller may change its tensors as soon as this returns."""
         flat = flatten(state, role=self.member.role, rank=self.member.rank, known=self._known)
-        structure = Structure.of(flat.leaves)
+        structure, leaves = flat.structure, flat.leaves
         agreed = self.exchange.plans.find(structure)
         if agreed is None and self.size == 1:
             agreed = self.exchange.plan_alone(structure)
-        plan = agreed.chunks if agreed is not None else whole_leaves(flat.leaves)
-        skip = (
-            _stored_frozen(flat.leaves, plan, baseline, self.writer.rewrite_every)
-            if agreed is not None
-            else ()
-        )
+        plan = agreed.chunks if agreed is not None else whole_leaves(leaves)
+        skip = _stored_frozen(leaves, plan, baseline, self.writer.rewrite_every) if agreed is not None else ()
         return Staged(
             attempt=attempt,
             flat=flat,
             structure=structure,
             agreed=agreed,
-            chunks=stage(flat.leaves, plan, self._arena, skip=skip),
-            replicas=None
-            if self._digester is None
-            else self._digester.take(flat.leaves, self._shards(structure)),
+            chunks=stage(leaves, plan, self._arena, skip=skip),
+            replicas=None if self._digester is None else self._digester.take(leaves, self._shards(structure)),
             baseline=baseline,
         )
 

@@ -8,6 +8,7 @@ The tags: docs/reference/format-v1.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from ckptstore.held import (
 )
 from ckptstore.ledger import Ledger
 from ckptstore.pieces import describe, tie_of
-from ckptstore.tensor import DTYPES, Box, TensorSpec
+from ckptstore.tensor import DTYPES, Box, Shard, TensorSpec
 from ckptstore.values import decode_value, encode_value, is_utf8
 
 WRAPPERS = (PerRank, Frozen, HeldBy, ExpertParallel)
@@ -49,12 +50,62 @@ class TensorLeaf:
         return self.box.numel * DTYPES[self.spec.dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a state's tensor leaves are, without their values: all that plans and staging depend on, one entry a leaf.
+
+    Leaves that were flattened with the same `Known` share their parts, so that equal structures compare by
+    identity: 20,000 leaves in a millisecond.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    boxes: tuple[Box, ...]
+    replicas: tuple[tuple[int, ...] | None, ...]
+    frozen: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[TensorLeaf]) -> Structure:
+        return cls(
+            tuple([leaf.spec for leaf in leaves]),
+            tuple([leaf.box for leaf in leaves]),
+            tuple([leaf.replicas for leaf in leaves]),
+            tuple([leaf.frozen for leaf in leaves]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def shards(self, size: int) -> tuple[Shard, ...]:
+        """One a leaf; a plain tensor is held by all `size` ranks."""
+        everyone = tuple(range(size)) if size > 1 else ()
+        return tuple(
+            Shard(spec=spec, box=box, replicas=everyone if replicas is None else replicas)
+            for spec, box, replicas in zip(self.specs, self.boxes, self.replicas, strict=True)
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatState:
-    """The tensor leaves of a state, in order, and everything else as JSON."""
+    """The tensor leaves of a state, in order, and everything else as JSON.
 
-    leaves: tuple[TensorLeaf, ...]
+    `data[n]` is the torch.Tensor or numpy array that holds the elements of leaf `n` now. Keep it no longer than
+    the save needs it: it keeps the caller's memory alive.
+    """
+
+    structure: Structure
+    data: tuple[Any, ...]
     skeleton: Any
+
+    @property
+    def leaves(self) -> tuple[TensorLeaf, ...]:
+        """The leaves as objects; made at every call."""
+        known = self.structure
+        return tuple(
+            TensorLeaf(spec=spec, box=box, data=data, replicas=replicas, frozen=frozen)
+            for spec, box, replicas, frozen, data in zip(
+                known.specs, known.boxes, known.replicas, known.frozen, self.data, strict=True
+            )
+        )
 
 
 def has_state_dict(value: Any) -> bool:
@@ -103,7 +154,11 @@ def flatten(state: Any, *, role: str, rank: int, known: Known | None = None) -> 
     walk = _Flatten(role, rank, known)
     skeleton = walk.node(state, "", Where(), 0)
     known.forget_if_beyond(4 * len(walk.leaves) + 1000)
-    return FlatState(leaves=tuple(walk.leaves), skeleton=skeleton)
+    return FlatState(
+        structure=Structure.of(walk.leaves),
+        data=tuple([leaf.data for leaf in walk.leaves]),
+        skeleton=skeleton,
+    )
 
 
 class _Flatten:
