@@ -17,6 +17,7 @@ from rich.table import Table
 from bench.rows import Row
 
 AREAS = {
+    "codecs": ("bench.codecs",),
     "planning": ("bench.planning", "bench.commit"),
     "replicas": ("bench.replicas",),
     "s3": ("bench.s3",),

@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "tablefile",
         "indexfile",
         "segment",
+        *("codec", "codec.base", "codec.zstd", "codec.byteplane", "codec.delta"),
         "interop",
         "interop.torch_digest",
         "interop.torch_tensor",

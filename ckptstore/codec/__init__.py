@@ -1,0 +1,1 @@
+"""Codecs: alternatives behind one Protocol, by the name that a chunk's row carries."""
