@@ -66,6 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "clock",
             "values",
             "held",
+            "memoryspan",
             "pieces",
             "state",
             "plainvalue",
