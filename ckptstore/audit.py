@@ -15,9 +15,9 @@ import numpy as np
 
 from ckptstore.chunktable import ChunkTable, compact_table, merge_tables
 from ckptstore.cut import check_coverage
+from ckptstore.damage import Damage
 from ckptstore.errors import CkptStoreError, CorruptError, NotFoundError
 from ckptstore.manifest import Index, Part, SegmentRef
-from ckptstore.reader import Damage
 from ckptstore.segment import HEADER_NBYTES_MAX, parse_header
 from ckptstore.store.base import Store
 

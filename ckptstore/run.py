@@ -20,13 +20,13 @@ from ckptstore.audit import audit_index, audit_segments
 from ckptstore.catalog import RUN_KEY, Catalog, checkpoint_info, read_part
 from ckptstore.chunktable import ChunkTable
 from ckptstore.clock import Clock
+from ckptstore.damage import Damage, find_damage
 from ckptstore.errors import CorruptError, MissingTensorError, NotFoundError, UnsupportedFormatError
 from ckptstore.history import FenceEntry, History, PublishEntry, SummaryEntry
 from ckptstore.index import read_index
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, CheckpointInfo, ObjectRef, Part, SegmentRef, journal_key
 from ckptstore.mapping import TensorMap
-from ckptstore.reader import Damage, find_damage
 from ckptstore.skeleton import prune, tensor_names, union
 from ckptstore.state import TensorLeaf, decode
 from ckptstore.store.base import Store, open_store

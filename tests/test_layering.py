@@ -60,13 +60,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "translation",
         "budget",
         *("store", "store.base", "store.memory", "store.collected", "store.direct"),
+        *("store.download", "store.filedownload"),
         *("store.file", "store.local", "store.probe"),
         *("store.request", "store.remote", "store.refusal", "store.s3"),
         *(
             "clock",
             "values",
             "held",
-            "memoryspan",
             "pieces",
             "state",
             "plainvalue",
@@ -79,7 +79,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "outcome",
         "writer",
-        "reader",
+        *("decode", "fill", "fetch", "reader", "damage"),
         "interop.tensorstore",
         "tied",
         "stored_leaves",

@@ -22,9 +22,9 @@ from ckptstore.cli.output import (
     table_lines,
     terminal_width,
 )
+from ckptstore.damage import Damage
 from ckptstore.errors import CorruptError
 from ckptstore.manifest import CheckpointInfo, Index
-from ckptstore.reader import Damage
 from ckptstore.run import Run, VerifyReport
 
 MANY = 40  # damaged things that are listed for a person

@@ -80,7 +80,7 @@ class _Read:
         # None says that it never changes: a cache may keep it.
         box = Box(offset=tuple(domain.inclusive_min), shape=tuple(domain.shape))
         leaf = TensorLeaf(spec=self.spec, box=box, data=array, replicas=None, frozen=False)
-        read_leaves(self.store, self.table, [leaf], readers=1)
+        read_leaves(self.store, self.table, [leaf], lanes=1)
 
 
 class _Make:

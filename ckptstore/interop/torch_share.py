@@ -19,10 +19,13 @@ import torch.distributed as dist
 import xxhash
 
 from ckptstore.chunktable import ChunkTable
+from ckptstore.decode import check_codecs
 from ckptstore.errors import CkptStoreError
+from ckptstore.fetch import Fetcher
+from ckptstore.fill import Fill
 from ckptstore.plan.load import plan_load, reads_of
 from ckptstore.plan.share import Batch, Want, deal
-from ckptstore.reader import READERS, Fill, ReadReport, fetch_chunks
+from ckptstore.reader import Buffers, ReadReport
 from ckptstore.state import TensorLeaf
 from ckptstore.store.base import Store
 
@@ -62,21 +65,26 @@ class Together:
         error: BaseException | None = None
         try:
             plan = plan_load(table, leaves)
+            check_codecs(table, plan.rows)
         except CkptStoreError as found:
             error = found
         self.agree(error)
-        rows = plan.pieces.row[plan.pieces.bounds[:-1]].tolist()
+        rows = plan.rows.tolist()
         places = {row: at for at, row in enumerate(rows)}
         wants = [_want(table, row) for row in rows]
         batches = deal(self._exchange(wants))
-        share = _Share(
-            store=store,
-            table=table,
-            fill=Fill.of(store, table, leaves, plan),
-            places=places,
-            row_of=dict(zip(wants, rows, strict=True)),
-        )
-        with ThreadPoolExecutor(max_workers=READERS, thread_name_prefix="ckptstore-read") as pool:
+        fill = Fill.of(table, leaves, plan)
+        with (
+            Fetcher(store, table, plan.reads, plan.rows) as fetcher,
+            ThreadPoolExecutor(max_workers=fetcher.lanes, thread_name_prefix="ckptstore-read") as pool,
+        ):
+            share = _Share(
+                fetcher=fetcher,
+                table=table,
+                fill=fill,
+                places=places,
+                row_of=dict(zip(wants, rows, strict=True)),
+            )
             self._hand_on(batches, share, pool)
             shared = {want for batch in batches for want in batch.chunks}
             share.read_alone([row for want, row in share.row_of.items() if want not in shared], pool)
@@ -157,9 +165,15 @@ class _Share:
     """What this rank reads and puts in place; the first failure is kept, and the rest goes on."""
 
     def __init__(
-        self, *, store: Store, table: ChunkTable, fill: Fill, places: dict[int, int], row_of: dict[Want, int]
+        self,
+        *,
+        fetcher: Fetcher,
+        table: ChunkTable,
+        fill: Fill,
+        places: dict[int, int],
+        row_of: dict[Want, int],
     ) -> None:
-        self.store, self.table, self.fill = store, table, fill
+        self.fetcher, self.table, self.fill = fetcher, table, fill
         self.places, self.row_of = places, row_of
         self.nbytes_read = 0
         self.error: BaseException | None = None
@@ -170,7 +184,8 @@ class _Share:
         parts = {self.row_of[want]: part for want, part in _parts(batch, data)}
         try:
             for read in reads_of(self.table, list(parts), gap_nbytes=0):
-                fetch_chunks(self.store, self.table, read, [parts[row] for row in read.rows.tolist()])
+                chunks = [parts[row] for row in read.rows.tolist()]
+                self.fetcher.read(read, Buffers(chunks), range(len(chunks)))
         except Exception as error:  # whatever it was, the takers wait for this batch
             self.error = self.error or error
             return None
@@ -198,7 +213,7 @@ class _Share:
     def read_alone(self, rows: Sequence[int], pool: ThreadPoolExecutor) -> None:
         reads = reads_of(self.table, rows, gap_nbytes=0)
         work = [
-            pool.submit(self.fill.read, read, [self.places[row] for row in read.rows.tolist()])
+            pool.submit(self.fetcher.read, read, self.fill, [self.places[row] for row in read.rows.tolist()])
             for read in reads
         ]
         for read, each in zip(reads, work, strict=True):

@@ -67,13 +67,15 @@ class Pieces:
     """Columns, by segment, start and target: chunk `row` gives the box `lo`, `n` to `wanted[target]`.
 
     `lo` is in global coordinates; both are padded as in the chunk table. `bounds[k]` to
-    `bounds[k + 1]` are the pieces of the k-th row of the plan.
+    `bounds[k + 1]` are the pieces of the k-th row of the plan. `start` is where the piece begins in its
+    target, a row-major index; -1 where its elements are not one run there.
     """
 
     row: Ints
     target: Ints
     lo: Ints
     n: Ints
+    start: Ints
     bounds: Ints
 
     def __len__(self) -> int:
@@ -93,6 +95,11 @@ class LoadPlan:
     pieces: Pieces
     nbytes_wanted: int
     nbytes_read: int
+
+    @property
+    def rows(self) -> Ints:
+        """The chunks that are read, by segment and start."""
+        return self.pieces.row[self.pieces.bounds[:-1]]
 
 
 def plan_load(
@@ -125,7 +132,7 @@ def plan_load(
     overlaps = _overlaps(table, targets)
     problems.prove(wanted, targets, overlaps)
     problems.refuse()
-    reads, pieces = _reads(table, overlaps, gap_nbytes, batch_nbytes)
+    reads, pieces = _reads(table, targets, overlaps, gap_nbytes, batch_nbytes)
     return LoadPlan(
         reads=reads,
         pieces=pieces,
@@ -284,8 +291,19 @@ def _overlaps(table: ChunkTable, targets: _Targets) -> _Overlaps:
     )
 
 
+def _run_starts(targets: _Targets, overlaps: _Overlaps) -> Ints:
+    """`Pieces.start` of each overlap: it is one run if, after the first extent above 1, all are the target's."""
+    outer = targets.n[overlaps.place]
+    broad = np.cumsum(overlaps.n > 1, axis=1)
+    broken = (broad - (overlaps.n > 1) > 0) & (overlaps.n != outer)
+    step = np.ones_like(outer)
+    step[:, :-1] = np.cumprod(outer[:, :0:-1], axis=1)[:, ::-1]
+    start = ((overlaps.lo - targets.lo[overlaps.place]) * step).sum(axis=1)
+    return np.where(broken.any(axis=1), -1, start)
+
+
 def _reads(
-    table: ChunkTable, overlaps: _Overlaps, gap_nbytes: int, batch_nbytes: int
+    table: ChunkTable, targets: _Targets, overlaps: _Overlaps, gap_nbytes: int, batch_nbytes: int
 ) -> tuple[tuple[Read, ...], Pieces]:
     row, target = overlaps.row, overlaps.target
     order = np.lexsort((target, row, table.start[row], table.segment[row]))
@@ -298,6 +316,7 @@ def _reads(
         target=target[order],
         lo=overlaps.lo[order],
         n=overlaps.n[order],
+        start=_run_starts(targets, overlaps)[order],
         bounds=np.append(firsts, len(row)),
     )
     return _batched(table, row[firsts], gap_nbytes, batch_nbytes), pieces

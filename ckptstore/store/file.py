@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import shutil
 from collections.abc import Sequence
 from typing import Final
 
@@ -61,6 +62,11 @@ def read_into(fd: int, start: int, views: Sequence[memoryview]) -> int:
     return total
 
 
+def open_direct(path: str) -> int:
+    """A descriptor for reads past the page cache; EINVAL where the file system has none."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+
+
 def _after(views: Sequence[memoryview], done: int) -> Sequence[memoryview]:
     """What is left of non-empty `views` after their first `done` bytes."""
     for index, view in enumerate(views):
@@ -68,6 +74,16 @@ def _after(views: Sequence[memoryview], done: int) -> Sequence[memoryview]:
             return [view[done:], *views[index + 1 :]]
         done -= view.nbytes
     return []
+
+
+def free_nbytes(folder: str) -> int | None:
+    """Bytes that an unprivileged user may still write where `folder` is or would be; None if nobody can tell."""
+    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def make_folder(path: str) -> bool:

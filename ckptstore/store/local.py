@@ -13,7 +13,6 @@ import contextlib
 import errno
 import os
 import secrets
-import shutil
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -45,6 +44,8 @@ from ckptstore.store.base import (
 )
 from ckptstore.store.collected import check_blocks
 from ckptstore.store.direct import DirectFile
+from ckptstore.store.download import Download
+from ckptstore.store.filedownload import FileDownload, Refusals
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -64,6 +65,7 @@ class LocalStore:
             raise InvalidInputError(f"{text!r} is not a path; give the folder of the run", url=text)
         self._root = os.path.abspath(text)
         self._lock = threading.Lock()
+        self._refusals = Refusals()
         self._durable: set[str] = set()  # folders whose own names this process has made durable
 
     @property
@@ -110,6 +112,17 @@ class LocalStore:
             done = file.read_into(fd, start, views)
             if done < wanted:  # truncated since it was opened
                 check_range(self.url, key, start + done, start, wanted)
+
+    @contextlib.contextmanager
+    def download(self, key: str) -> Iterator[Download]:
+        where = self._path(key)
+        with (
+            self._opened(key) as (fd, _),
+            contextlib.closing(
+                FileDownload(fd, where, key=key, url=self.url, refusals=self._refusals)
+            ) as opened,
+        ):
+            yield opened
 
     def size(self, key: str) -> int:
         path = self._path(key)
@@ -296,7 +309,7 @@ class LocalStore:
         text = error.strerror if error else "no reason given"
         values: dict[str, object] = {"url": self.url, "key": key, "errno": code}
         if code in _FULL:
-            values |= {"wanted_nbytes": wanted, "free_nbytes": self._free_nbytes()}
+            values |= {"wanted_nbytes": wanted, "free_nbytes": file.free_nbytes(self._root)}
             said = "its quota is spent" if code == errno.EDQUOT else "its disk is full"
             return StoreUnavailableError(
                 f"cannot {verb} {key} in {self.url}: {said} ({text}): {wanted} bytes were wanted, "
@@ -314,16 +327,6 @@ class LocalStore:
                 f"{key} cannot be in {self.url}: a part of its path is a file; choose another key", key=key
             )
         return self._unavailable("create", key, error, wanted)
-
-    def _free_nbytes(self) -> int | None:
-        """Bytes that an unprivileged user may still write; None if nobody can tell."""
-        folder = self._root
-        while not os.path.isdir(folder) and folder != os.path.dirname(folder):
-            folder = os.path.dirname(folder)
-        try:
-            return shutil.disk_usage(folder).free
-        except OSError:
-            return None
 
 
 class LocalUpload:

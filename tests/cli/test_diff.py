@@ -146,15 +146,15 @@ def test_groups_add_up_by_layer_by_expert_and_by_row(experts_url: str) -> None:
 
 
 def test_what_equal_checksums_settle_is_not_read(experts_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.store.local import LocalStore
+    from ckptstore.fetch import Fetcher
 
-    real, ranges = LocalStore.read_into, list[tuple[str, int]]()
+    real, ranges = Fetcher.read, list[tuple[str, int]]()
 
-    def read_into(self: LocalStore, key: str, start: int, targets: Any) -> None:
-        ranges.append((key, sum(memoryview(t).nbytes for t in targets)))
-        real(self, key, start, targets)
+    def fetch(self: Fetcher, read: Any, *args: Any) -> None:
+        ranges.append((read.segment, read.nbytes))
+        real(self, read, *args)
 
-    monkeypatch.setattr(LocalStore, "read_into", read_into)
+    monkeypatch.setattr(Fetcher, "read", fetch)
     told = run("diff", experts_url, "--names", "*.norm", "--json")
     assert told.code == 0 and told.json["equal"] and not ranges
     assert told.json["nbytes_settled"] == LAYERS * 16 and told.json["nbytes_read"] == 0

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import ckptstore
 from ckptstore import Checkpointer, Sharded
 from ckptstore.errors import CkptStoreError, CorruptError, MissingTensorError
+from ckptstore.fetch import Fetcher
 from ckptstore.interop.torch_share import Together
 from ckptstore.plan.share import Batch
-from ckptstore.store.local import LocalStore
 
 SHAPE = (300, 500)
 EXPERTS = 6
@@ -67,14 +67,13 @@ def save(url: str, rank: int, size: int) -> None:
 
 
 def counted(folder_reads: list[int]) -> None:
-    real = LocalStore.read_into
+    real = Fetcher.read
 
-    def read_into(self: LocalStore, key: str, start: int, targets: Any) -> None:
-        if key.startswith("data/"):
-            folder_reads.append(sum(memoryview(target).nbytes for target in targets))
-        real(self, key, start, targets)
+    def fetch(self: Fetcher, read: Any, *args: Any) -> None:
+        folder_reads.append(read.nbytes)
+        real(self, read, *args)
 
-    LocalStore.read_into = read_into  # type: ignore[method-assign]
+    Fetcher.read = fetch  # type: ignore[method-assign]
 
 
 def together(url: str, rank: int, size: int) -> None:
