@@ -9,10 +9,10 @@ digests right, is a bug of a writer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from ckptstore.chunkbase import ChunkBase
 from ckptstore.chunktable import ChunkTable, compact_table, merge_tables
 from ckptstore.cut import check_coverage
 from ckptstore.damage import Damage
@@ -50,7 +50,8 @@ def audit_index(index: Index, parts: Sequence[Part], key: str) -> list[Damage]:
     listed = {ref.key: ref for ref in index.segments}
     if any(listed.get(ref.key) != ref for part in parts for ref in part.segments):
         problems.append("does not list the segments of its parts")
-    if not set(index.table.segments[n] for n in np.unique(index.table.segment)) <= set(listed):
+    needed = {index.table.segments[n] for n in np.unique(index.table.segment)}
+    if not needed | {ChunkBase.parse(text).segment for text in index.table.base if text} <= set(listed):
         problems.append("has chunks in segments that it does not list")
     return [Damage(key=key, tensor=None, problem=problem) for problem in problems]
 
@@ -71,10 +72,15 @@ def audit_segments(store: Store, segments: Sequence[SegmentRef], table: ChunkTab
     order = np.argsort(table.segment, kind="stable")
     bounds = np.searchsorted(table.segment[order], np.arange(len(table.segments) + 1))
     rows = {key: order[bounds[n] : bounds[n + 1]] for n, key in enumerate(table.segments)}
+    bases: dict[str, list[tuple[int, int]]] = {}
+    for base in (ChunkBase.parse(text) for text in set(table.base) if text):
+        bases.setdefault(base.segment, []).append((base.start, base.nbytes))
     found = []
     for ref in segments:
         try:
-            problem = _segment_problem(store, ref, table, rows.get(ref.key, order[:0]))
+            own = rows.get(ref.key, order[:0])
+            places = [*zip(table.start[own].tolist(), table.nbytes[own].tolist(), strict=True)]
+            problem = _segment_problem(store, ref, [*places, *bases.get(ref.key, ())])
         except (CorruptError, NotFoundError):
             continue
         if problem is not None:
@@ -82,7 +88,7 @@ def audit_segments(store: Store, segments: Sequence[SegmentRef], table: ChunkTab
     return found
 
 
-def _segment_problem(store: Store, ref: SegmentRef, table: ChunkTable, rows: Any) -> str | None:
+def _segment_problem(store: Store, ref: SegmentRef, told: Sequence[tuple[int, int]]) -> str | None:
     if store.size(ref.key) != ref.nbytes:
         return None
     length = int.from_bytes(store.read(ref.key, start=0, nbytes=8), "little")
@@ -101,7 +107,6 @@ def _segment_problem(store: Store, ref: SegmentRef, table: ChunkTable, rows: Any
     if len(header) + at != ref.nbytes:
         return f"ends at byte {ref.nbytes} where its header ends at {len(header) + at}"
     stored = {(len(header) + start, stop - start) for start, stop in spans}
-    told = zip(table.start[rows].tolist(), table.nbytes[rows].tolist(), strict=True)
     missing = [place for place in told if place not in stored]
     if missing:
         return (

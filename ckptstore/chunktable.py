@@ -18,6 +18,7 @@ from ckptstore.tensors import Tensors, merge_tensors
 
 DIGEST_NBYTES = 16  # XXH3-128
 RAW = "raw"
+DELTAS = frozenset({"xor+zstd", "sparse+zstd"})  # codecs whose chunks have a base
 
 IntColumn = npt.NDArray[np.int64]
 ByteColumn = npt.NDArray[np.uint8]
@@ -28,9 +29,9 @@ class ChunkTable:
     """Columns of chunks, sorted by (tensor, offset); tensor names are `role/name`.
 
     `offset` and `shape` are boxes in elements, `[rows, max ndim]`, padded with 0 and 1. `start` and
-    `nbytes` are bytes within the segment. `digest` is of the decoded bytes, `stored_digest` of the stored
-    ones (zeros where they are the same; None if they are so everywhere). `reuses` counts the checkpoints
-    in a row that have referenced the chunk instead of writing it.
+    `nbytes` are bytes within the segment, as stored; `sizes` counts the decoded ones. `digest` is of the decoded
+    bytes, `stored_digest` of the stored ones (zeros where they are the same; None if they are so everywhere).
+    `reuses` counts the checkpoints in a row that have referenced the chunk, or its base, instead of writing it.
     """
 
     tensors: Tensors
@@ -46,7 +47,7 @@ class ChunkTable:
     stored_digest: ByteColumn | None = None
     codec: npt.NDArray[np.int16]
     reuses: npt.NDArray[np.int32]
-    base: tuple[str, ...] = field(default=())  # one text a row, or () when no chunk has a base
+    base: tuple[str, ...] = field(default=())  # a ChunkBase as text a row, or () when no chunk has a base
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -57,6 +58,21 @@ class ChunkTable:
         if self.stored_digest is not None:
             return self.stored_digest
         return np.zeros((len(self), DIGEST_NBYTES), np.uint8)
+
+    @property
+    def encoded(self) -> npt.NDArray[np.bool_]:
+        """Of each row: is the chunk stored in another form than its own bytes?"""
+        return np.array([codec != RAW for codec in self.codecs] or [False])[self.codec]
+
+    @property
+    def deltas(self) -> npt.NDArray[np.bool_]:
+        """Of each row: is the chunk a difference from a base?"""
+        return np.array([codec in DELTAS for codec in self.codecs] or [False])[self.codec]
+
+    @property
+    def sizes(self) -> IntColumn:
+        """Bytes of each chunk's elements: what decoding gives."""
+        return np.asarray(self.shape.prod(axis=1) * self.tensors.itemsizes[self.tensor])
 
     def spec(self, row: int) -> TensorSpec:
         return self.tensors[int(self.tensor[row])]
@@ -98,12 +114,18 @@ def make_table(
     nbytes: Sequence[int],
     digests: Sequence[bytes],
     reuses: Sequence[int] | None = None,
+    codecs: Sequence[str] | None = None,
+    stored_digests: Sequence[bytes | None] | None = None,
+    bases: Sequence[str] | None = None,
 ) -> ChunkTable:
-    """A table of raw chunks, one row for each item of the equally long sequences, sorted as tables are."""
+    """A table with one row for each item of the equally long sequences, sorted as tables are; raw without `codecs`."""
     tensors = tuple(sorted({s.name: s for s in specs}.values(), key=lambda s: s.name))
     keys = tuple(sorted(set(segments)))
     at = {spec.name: n for n, spec in enumerate(tensors)}
     where = {key: n for n, key in enumerate(keys)}
+    named = codecs or [RAW] * len(specs)
+    names = tuple(sorted(set(named))) or (RAW,)
+    stored = [digest or bytes(DIGEST_NBYTES) for digest in stored_digests or ()]
     rows, depth = len(specs), max((len(s.shape) for s in specs), default=1) or 1
     offset, shape = np.zeros((rows, depth), np.int64), np.ones((rows, depth), np.int64)
     for n, box in enumerate(boxes):
@@ -119,8 +141,13 @@ def make_table(
         start=np.array(starts, np.int64),
         nbytes=np.array(nbytes, np.int64),
         digest=np.frombuffer(b"".join(digests), np.uint8).reshape(rows, DIGEST_NBYTES).copy(),
-        codec=np.zeros(rows, np.int16),
+        stored_digest=np.frombuffer(b"".join(stored), np.uint8).reshape(rows, DIGEST_NBYTES).copy()
+        if any(map(any, stored))
+        else None,
+        codecs=names,
+        codec=np.array([names.index(name) for name in named], np.int16),
         reuses=np.array(reuses if reuses is not None else [0] * rows, np.int32),
+        base=tuple(bases) if bases is not None and any(bases) else (),
     )
     return table.take(_order(table.tensor, table.offset))
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.chunkbase import ChunkBase
 from ckptstore.chunktable import ChunkTable
 from ckptstore.errors import CorruptError, InconsistentCutError, InvalidInputError
 from ckptstore.manifest import AttemptId, Member, Part, part_key
@@ -285,6 +286,15 @@ def check_part(attempt: AttemptId, member: Member, part: Part, run: str | None) 
         raise InconsistentCutError(
             f"{member} names chunks beyond the end of a segment: save again", member=str(member)
         )
+    for text in filter(None, part.table.base):
+        base = ChunkBase.parse(text)
+        if base.segment not in part.witnesses or base.start + base.nbytes > sizes.get(base.segment, 0):
+            raise InconsistentCutError(
+                f"{member} has a delta on bytes of {base.segment}, which its part does not list with a witness: "
+                f"save again",
+                member=str(member),
+                segment=base.segment,
+            )
 
 
 def check_role(attempt: AttemptId, role: str, parts: Sequence[Part]) -> None:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import xxhash
 
 from ckptstore.budget import ByteBudget, Lease
-from ckptstore.chunktable import DIGEST_NBYTES, RAW, ChunkTable
-from ckptstore.decode import Decode, decode, decoded_nbytes
+from ckptstore.chunktable import DIGEST_NBYTES, ChunkTable
+from ckptstore.decode import Decode, Decoder, decoded_nbytes, working_nbytes
 from ckptstore.errors import BudgetExceededError, CorruptError, NotFoundError
 from ckptstore.plan.load import Ints, Read
 from ckptstore.store.base import BLOCK_NBYTES, Store
@@ -67,13 +67,14 @@ class Fetcher:
         lanes: int | None = None,
         memory_budget: int | None = None,
         block_nbytes: int = _BLOCK_NBYTES,
-        decode: Decode = decode,
+        decode: Decode | None = None,
     ) -> None:
-        self._store, self._table, self._decode = store, table, decode
+        self._store, self._table, self._decode = store, table, decode or Decoder(store.read_into)
         lanes = lanes or (DIRECT_LANES if isinstance(store, Downloads) else RANGE_LANES)
         largest = max((block_room(read.start, read.nbytes) for read in reads), default=0)
         block_nbytes = max(min(block_nbytes, largest), _BLOCK_NBYTES_MIN)
-        scratch = int(self._scratch_nbytes(through).max(initial=0))
+        encoded = [read.rows[table.encoded[read.rows]] for read in reads] if table.encoded.any() else []
+        scratch = int(self._scratch_nbytes(np.concatenate([through, *encoded])).max(initial=0))
         if memory_budget is None:
             memory_budget = max(MEMORY_BUDGET_NBYTES, scratch + block_nbytes)
         left = (memory_budget - scratch) // DOWNLOAD_ALIGN * DOWNLOAD_ALIGN
@@ -132,9 +133,9 @@ class Fetcher:
                 self._free.append(block)
 
     @contextlib.contextmanager
-    def scratch(self, nbytes: int) -> Iterator[Bytes]:
-        """Memory for one chunk."""
-        with self.budget.lease(nbytes):
+    def scratch(self, nbytes: int, *, beside: int = 0) -> Iterator[Bytes]:
+        """Memory for one chunk; `beside` bytes are leased for whoever works on it."""
+        with self.budget.lease(nbytes + beside):
             yield aligned(nbytes)
 
     def read_again(self, segment: str, row: int, into: Bytes, wanted: bytes) -> None:
@@ -165,10 +166,10 @@ class Fetcher:
             )
 
     def _scratch_nbytes(self, rows: Ints) -> Ints:
-        """At most so much is leased at once for each chunk: its stored bytes, and its decoded ones."""
+        """At most so much is leased at once for each chunk: stored and decoded bytes, and what decoding takes."""
         table = self._table
-        raw = np.array([codec == RAW for codec in table.codecs] or [True])[table.codec[rows]]
-        return np.asarray(table.nbytes[rows] + np.where(raw, 0, decoded_nbytes(table, rows)))
+        more = decoded_nbytes(table, rows) + working_nbytes(table, rows) + _ELEMENT_ALIGN
+        return np.asarray(table.nbytes[rows] + np.where(table.encoded[rows], more, 0))
 
     @property
     def block_nbytes(self) -> int:
@@ -184,8 +185,8 @@ class _Chunks:
         self.starts: list[int] = table.start[read.rows].tolist()
         self.sizes: list[int] = table.nbytes[read.rows].tolist()
         self.decoded: list[int] = decoded_nbytes(table, read.rows).tolist()
-        codecs = table.codec[read.rows].tolist()
-        self.raw = [table.codecs[codec] == RAW for codec in codecs]
+        self.working: list[int] = working_nbytes(table, read.rows).tolist()
+        self.raw: list[bool] = (~table.encoded[read.rows]).tolist()
         digests = table.digest[read.rows].tobytes()
         if not all(self.raw):
             own = np.array(self.raw)[:, None]
@@ -302,13 +303,11 @@ class _Work:
 
     def _place_decoded(self, k: int, stored: Bytes) -> None:
         row, at = self.chunks.rows[k], self.chunks.ats[k]
-        memory = self.places.memory(at)
-        if memory is not None:
-            self.fetcher.decode(row, stored.data, memory)
-            return
-        with self.fetcher.scratch(self.chunks.decoded[k]) as out:
-            self.fetcher.decode(row, stored.data, out)
-            self.places.put(at, out)
+        memory, decoded, working = self.places.memory(at), self.chunks.decoded[k], self.chunks.working[k]
+        with self.fetcher.scratch(0 if memory is not None else decoded, beside=working) as out:
+            self.fetcher.decode(row, stored.data, out if memory is None else memory)
+            if memory is None:
+                self.places.put(at, out)
 
     def _large(self, download: Download, k: int, window: int | None, block: memoryview | None = None) -> None:
         """A chunk that is hashed in pieces, while other threads read."""
@@ -319,8 +318,9 @@ class _Work:
         row, at, decoded = self.chunks.rows[k], self.chunks.ats[k], self.chunks.decoded[k]
         own = None if self.chunks.raw[k] else self.places.memory(at)
         extra = 0 if self.chunks.raw[k] or own is not None else decoded
-        # One lease for both, so that no two threads wait for each other's second one.
-        with self.fetcher.scratch(-(-size // _ELEMENT_ALIGN) * _ELEMENT_ALIGN + extra) as scratch:
+        # One lease for all, so that no two threads wait for each other's second one.
+        room = -(-size // _ELEMENT_ALIGN) * _ELEMENT_ALIGN + extra
+        with self.fetcher.scratch(room, beside=self.chunks.working[k]) as scratch:
             stored = scratch[:size]
             self._in_pieces(download, k, stored, window, block)
             if self.chunks.raw[k]:

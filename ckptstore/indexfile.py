@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ckptstore.chunkbase import ChunkBase
 from ckptstore.chunktable import ChunkTable, compact_table
 from ckptstore.errors import CorruptError
 from ckptstore.manifest import AttemptId, Index, Member, ObjectRef, PartRef, SegmentRef
@@ -276,4 +277,13 @@ def decode_rows(
         if len(table) and not 0 <= int(column.min()) <= int(column.max()) < count:
             raise CorruptError(f"{what} has rows of tensors or segments that it does not list", what=what)
     check_table(table, what)
+    listed = {ref.key: ref.nbytes for ref in segments}
+    for row, text in enumerate(table.base):
+        base = ChunkBase.parse(text) if text else None
+        if base is not None and base.start + base.nbytes > listed.get(base.segment, 0):
+            raise CorruptError(
+                f"{what}: {table.spec(row).name} builds on bytes of {base.segment} that no listed segment has",
+                what=what,
+                tensor=table.spec(row).name,
+            )
     return table

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ckptstore.chunkbase import nbytes_of_bases
 from ckptstore.chunktable import ChunkTable
 from ckptstore.decode import Bytes, check_codecs
 from ckptstore.fetch import Fetcher
@@ -58,7 +59,7 @@ def read_leaves(
         fetch_plan(fetcher, plan, fill)
         return ReadReport(
             nbytes_wanted=plan.nbytes_wanted,
-            nbytes_read=plan.nbytes_read,
+            nbytes_read=plan.nbytes_read + nbytes_of_bases(table, plan.rows),
             nbytes_leased=fetcher.budget.high_water,
         )
 
@@ -102,6 +103,6 @@ class Buffers:
 def fetch_chunks(store: Store, table: ChunkTable, read: Read, chunks: Sequence[Bytes]) -> None:
     """Fill the buffers with the chunks of one range, verified; a bad one is read once more, then CorruptError."""
     check_codecs(table, read.rows)
-    encoded: Ints = read.rows[table.codec[read.rows] != 0]
+    encoded: Ints = read.rows[table.encoded[read.rows]]
     with Fetcher(store, table, [read], encoded, lanes=1) as fetcher:
         fetcher.read(read, Buffers(chunks), range(len(read.rows)))

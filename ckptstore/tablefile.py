@@ -16,7 +16,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ckptstore.chunkbase import ChunkBase
 from ckptstore.chunktable import DIGEST_NBYTES, RAW, ChunkTable, compact_table
+from ckptstore.codec.base import NAMES
 from ckptstore.errors import CorruptError, UnsupportedFormatError
 from ckptstore.manifest import FORMAT, AttemptId, Member, Part, SegmentRef
 from ckptstore.replicaset import ReplicaSet
@@ -363,14 +365,36 @@ def check_table(table: ChunkTable, what: str) -> None:
     for d in range(depth):
         offset, extent = table.offset[:, d], table.shape[:, d]
         wrong |= (offset < 0) | (extent < 0) | (offset > limit[:, d]) | (extent > limit[:, d] - offset)
-    raw = np.array([codec == RAW for codec in table.codecs])[table.codec]
-    wrong |= raw & (table.nbytes != table.shape.prod(axis=1) * table.tensors.itemsizes[table.tensor])
+    raw, sizes = ~table.encoded, table.sizes
+    known = np.array([codec in NAMES for codec in table.codecs])[table.codec]
+    wrong |= raw & (table.nbytes != sizes)
+    wrong |= known & ((table.nbytes == 0) | (table.nbytes >= sizes))
     wrong |= (table.start < 0) | (table.nbytes < 0)
+    stored = table.stored_digests.any(axis=1)
+    wrong |= (raw & stored) | (known & ~stored)
+    based = np.array([bool(text) for text in table.base or [""] * len(table)])
+    wrong |= (raw | known) & (based != table.deltas)
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise CorruptError(
             f"{what}: chunk {row} of {table.spec(row).name} has box {table.offset[row].tolist()}, "
             f"{table.shape[row].tolist()} and {int(table.nbytes[row])} bytes, which cannot be: it is damaged",
+            what=what,
+            tensor=table.spec(row).name,
+        )
+    for row in np.flatnonzero(based).tolist():
+        _check_base(table, row, int(sizes[row]), what)
+
+
+def _check_base(table: ChunkTable, row: int, size: int, what: str) -> None:
+    """Refuse a base that is none, or that cannot be the bytes that the delta starts from."""
+    try:
+        base = ChunkBase.parse(table.base[row])
+    except CorruptError as error:
+        raise CorruptError(f"{what}: {error}", what=what, tensor=table.spec(row).name) from error
+    if base.nbytes != size if base.codec == RAW else not 0 < base.nbytes < size:
+        raise CorruptError(
+            f"{what}: {table.spec(row).name} has {size} bytes and builds on {base}, which cannot be: it is damaged",
             what=what,
             tensor=table.spec(row).name,
         )

@@ -21,7 +21,7 @@ MODULE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "tensor", "tensors", "layout", "outline", "chunktable", "replicaset", "manifest"),
+    ("errors", "tensor", "tensors", "layout", "outline", "chunkbase", "chunktable", "replicaset", "manifest"),
     (
         *(
             "plan",

@@ -25,7 +25,8 @@ class Codec(Protocol):
     """One way to store the bytes of a chunk; stateless and thread-safe.
 
     `word_nbytes` (1, 2, 4 or 8) is the size of the numbers that the chunk consists of; its bytes are a
-    multiple of it. `base` is as many bytes, of the chunk that a delta is against; others take none.
+    multiple of it. `base` is as many bytes, of the chunk that a delta is against; others take none. Decoding may be
+    given `out` itself as the base.
     """
 
     name: str

@@ -49,12 +49,15 @@ class Xor:
         return pack_planes(planes)
 
     def decode(self, stored: Bytes, out: Bytes, *, word_nbytes: int, base: Bytes | None = None) -> None:
-        old = _of_base(base, out.size)
+        old = _of_base(base, out.size).view(WORDS[word_nbytes])
         words = out.view(WORDS[word_nbytes])
         planes = np.empty((word_nbytes, words.size), np.uint8)
         unpack_planes(stored, planes)
-        join_planes(planes, words)
-        np.bitwise_xor(out, old, out=out)
+        scratch = np.empty(min(BLOCK_WORDS, words.size), words.dtype)
+        for at in range(0, words.size, BLOCK_WORDS):
+            change = scratch[: min(BLOCK_WORDS, words.size - at)]
+            join_planes(planes[:, at : at + BLOCK_WORDS], change)
+            np.bitwise_xor(change, old[at : at + BLOCK_WORDS], out=words[at : at + BLOCK_WORDS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,8 @@ class Sparse:
             raise CorruptError(f"a sparse delta of {len(stored)} bytes names {count} of {words.size} words")
         columns = np.empty((2 + word_nbytes, count), np.uint8)
         decompress(stored[8:], columns.reshape(-1))
-        np.copyto(out, _of_base(base, out.size))
+        if base is not out:
+            np.copyto(out, _of_base(base, out.size))
         gaps = np.empty(min(count, _APPLY_ENTRIES), np.uint16)
         values = np.empty(len(gaps), words.dtype)
         at = -1

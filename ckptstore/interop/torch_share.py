@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from ckptstore.chunkbase import nbytes_of_bases
 from ckptstore.chunktable import ChunkTable
-from ckptstore.decode import check_codecs
+from ckptstore.decode import check_codecs, decoded_nbytes
 from ckptstore.errors import CkptStoreError
 from ckptstore.fetch import Fetcher
 from ckptstore.fill import Fill
@@ -71,7 +72,8 @@ class Together:
         self.agree(error)
         rows = plan.rows.tolist()
         places = {row: at for at, row in enumerate(rows)}
-        wants = [_want(table, row) for row in rows]
+        sizes = decoded_nbytes(table, plan.rows).tolist()
+        wants = [_want(table, row, size) for row, size in zip(rows, sizes, strict=True)]
         batches = deal(self._exchange(wants))
         fill = Fill.of(table, leaves, plan)
         with (
@@ -155,10 +157,10 @@ class Together:
         return found
 
 
-def _want(table: ChunkTable, row: int) -> Want:
+def _want(table: ChunkTable, row: int, nbytes: int) -> Want:
     """Segment and start name a stored chunk in the same way on all ranks, whatever rows each has read."""
     place = f"{table.segments[int(table.segment[row])]}:{int(table.start[row])}"
-    return Want(key=xxhash.xxh3_128_digest(place.encode()), nbytes=int(table.nbytes[row]))
+    return Want(key=xxhash.xxh3_128_digest(place.encode()), nbytes=nbytes)
 
 
 class _Share:
@@ -186,10 +188,10 @@ class _Share:
             for read in reads_of(self.table, list(parts), gap_nbytes=0):
                 chunks = [parts[row] for row in read.rows.tolist()]
                 self.fetcher.read(read, Buffers(chunks), range(len(chunks)))
+                self.nbytes_read += read.nbytes + nbytes_of_bases(self.table, read.rows)
         except Exception as error:  # whatever it was, the takers wait for this batch
             self.error = self.error or error
             return None
-        self.nbytes_read += data.size
         return data
 
     def check(self, batch: Batch, data: Bytes) -> None:
@@ -219,7 +221,7 @@ class _Share:
         for read, each in zip(reads, work, strict=True):
             error = each.exception()
             self.error = self.error or error
-            self.nbytes_read += read.nbytes
+            self.nbytes_read += read.nbytes + nbytes_of_bases(self.table, read.rows)
 
 
 def _parts(batch: Batch, data: Bytes) -> Iterator[tuple[Want, Bytes]]:

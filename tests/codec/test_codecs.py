@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptstore.chunktable import DELTAS
 from ckptstore.codec.base import NAMES, WORDS, find_codec, word_nbytes_of
 from ckptstore.codec.byteplane import BLOCK_WORDS, join_planes, split_planes
 from ckptstore.codec.zstd import compress
@@ -51,6 +52,9 @@ def test_what_is_decoded_is_what_was_encoded(name: str, chunk: tuple[int, Bytes,
     out = np.full(data.size, 0xA5, np.uint8)
     codec.decode(stored, out, word_nbytes=word, base=base)
     assert out.tobytes() == data.tobytes()
+    in_place = base.copy()
+    codec.decode(stored, in_place, word_nbytes=word, base=in_place)
+    assert in_place.tobytes() == data.tobytes()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -178,6 +182,10 @@ def test_a_delta_without_its_base_is_our_own_fault(name: str, base: Bytes | None
 def test_an_unknown_codec_is_named() -> None:
     with pytest.raises(UnsupportedFormatError, match="'lz99' is not known"):
         find_codec("lz99")
+
+
+def test_chunk_tables_know_which_codecs_have_a_base() -> None:
+    assert {name for name in NAMES if find_codec(name).needs_base} == DELTAS
 
 
 def test_every_dtype_consists_of_words() -> None:
