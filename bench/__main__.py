@@ -19,6 +19,7 @@ from bench.rows import Row
 AREAS = {
     "codecs": ("bench.codecs",),
     "planning": ("bench.planning", "bench.commit"),
+    "reading": ("bench.reading",),
     "replicas": ("bench.replicas",),
     "s3": ("bench.s3",),
 }

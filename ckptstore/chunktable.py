@@ -62,7 +62,11 @@ class ChunkTable:
     @property
     def encoded(self) -> npt.NDArray[np.bool_]:
         """Of each row: is the chunk stored in another form than its own bytes?"""
-        return np.array([codec != RAW for codec in self.codecs] or [False])[self.codec]
+        return self.is_encoded(slice(None))
+
+    def is_encoded(self, rows: slice | npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """The same of these rows alone."""
+        return np.array([codec != RAW for codec in self.codecs] or [False])[self.codec[rows]]
 
     @property
     def deltas(self) -> npt.NDArray[np.bool_]:

@@ -31,8 +31,8 @@ class Damage:
 class _Nowhere:
     """Places of chunks that are verified and dropped."""
 
-    def memory(self, at: int) -> Bytes | None:
-        return None
+    def memory(self, ats: Sequence[int]) -> list[Bytes | None]:
+        return [None] * len(ats)
 
     def put(self, at: int, data: Bytes) -> None:
         """Verified: that was all."""

@@ -44,7 +44,7 @@ def check_codecs(table: ChunkTable, rows: Rows) -> None:
 
 def decoded_nbytes(table: ChunkTable, rows: Rows) -> Rows:
     """Bytes of the chunks' elements."""
-    return np.asarray(table.shape[rows].prod(axis=1) * table.tensors.itemsizes[table.tensor[rows]])
+    return np.asarray(table.shape[rows].prod(axis=1) * table.tensors.itemsizes_of(table.tensor[rows]))
 
 
 def working_nbytes(table: ChunkTable, rows: Rows) -> Rows:
@@ -52,8 +52,11 @@ def working_nbytes(table: ChunkTable, rows: Rows) -> Rows:
 
     A base's stored bytes and its byte planes, or a sparse delta's gaps and values: as many as there are words.
     """
-    times = np.where(table.tensors.itemsizes[table.tensor[rows]] == 1, 3, 2)
-    return np.asarray(np.where(table.encoded[rows], times * decoded_nbytes(table, rows), 0))
+    encoded = table.is_encoded(rows)
+    if not encoded.any():
+        return np.zeros(len(rows), np.int64)
+    times = np.where(table.tensors.itemsizes_of(table.tensor[rows]) == 1, 3, 2)
+    return np.asarray(np.where(encoded, times * decoded_nbytes(table, rows), 0))
 
 
 @dataclass(frozen=True, slots=True)

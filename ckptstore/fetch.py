@@ -9,8 +9,11 @@ cache when they are hashed. Memory is leased from one budget. Figures: docs/expl
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -41,8 +44,8 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 class Places(Protocol):
     """Where decoded chunks go. A place is a number that the caller gives a chunk. For several threads at once."""
 
-    def memory(self, at: int) -> Bytes | None:
-        """The target's own memory for the whole chunk; None if the chunk is to be `put`."""
+    def memory(self, ats: Sequence[int]) -> list[Bytes | None]:
+        """The targets' own memory for each whole chunk; None for one that is to be `put`."""
 
     def put(self, at: int, data: Bytes) -> None:
         """Take a whole verified chunk, aligned to its elements. `data` may be reused on return."""
@@ -73,7 +76,7 @@ class Fetcher:
         lanes = lanes or (DIRECT_LANES if isinstance(store, Downloads) else RANGE_LANES)
         largest = max((block_room(read.start, read.nbytes) for read in reads), default=0)
         block_nbytes = max(min(block_nbytes, largest), _BLOCK_NBYTES_MIN)
-        encoded = [read.rows[table.encoded[read.rows]] for read in reads] if table.encoded.any() else []
+        encoded = [read.rows[table.is_encoded(read.rows)] for read in reads] if table.encoded.any() else []
         scratch = int(self._scratch_nbytes(np.concatenate([through, *encoded])).max(initial=0))
         if memory_budget is None:
             memory_budget = max(MEMORY_BUDGET_NBYTES, scratch + block_nbytes)
@@ -105,16 +108,18 @@ class Fetcher:
         """Fetch the read's chunks, whose places are `ats`. CorruptError names tensor and segment."""
         chunks = _Chunks(self._table, read, ats)
         chunks.check_sizes()
-        memory = [places.memory(at) if raw else None for at, raw in zip(ats, chunks.raw, strict=True)]
-        work = _Work(self, chunks, places, memory)
-        with contextlib.ExitStack() as stack:
-            with chunks.named():
-                download = stack.enter_context(open_download(self._store, read.segment))
+        work = _Work(self, chunks, places)
+        try:
+            with open_download(self._store, read.segment) as download:
                 window = download.window(read.start, read.nbytes)
-            if window is not None and chunks.end_to_end and all(each is not None for each in memory):
-                work.straight(download, window)
-            else:
-                work.through_blocks(download, window)
+                if window is not None and chunks.end_to_end and all(each is not None for each in work.memory):
+                    work.straight(download, window)
+                else:
+                    work.through_blocks(download, window)
+        except (NotFoundError, CorruptError) as error:
+            if "tensor" in error.values:
+                raise
+            raise _named(error, self._table, read.segment, chunks.rows[0]) from error
 
     @contextlib.contextmanager
     def block(self) -> Iterator[memoryview]:
@@ -141,8 +146,10 @@ class Fetcher:
     def read_again(self, segment: str, row: int, into: Bytes, wanted: bytes) -> None:
         """The one more try that a chunk with a wrong digest has."""
         table, start = self._table, int(self._table.start[row])
-        with _named(table, segment, row):
+        try:
             self._store.read_into(segment, start, [into])
+        except (NotFoundError, CorruptError) as error:
+            raise _named(error, table, segment, row) from error
         if xxhash.xxh3_128_digest(into.data) != wanted:
             raise CorruptError(
                 f"{table.spec(row).name} {table.box(row)} in {segment} at byte {start} has digest "
@@ -169,7 +176,7 @@ class Fetcher:
         """At most so much is leased at once for each chunk: stored and decoded bytes, and what decoding takes."""
         table = self._table
         more = decoded_nbytes(table, rows) + working_nbytes(table, rows) + _ELEMENT_ALIGN
-        return np.asarray(table.nbytes[rows] + np.where(table.encoded[rows], more, 0))
+        return np.asarray(table.nbytes[rows] + np.where(table.is_encoded(rows), more, 0))
 
     @property
     def block_nbytes(self) -> int:
@@ -186,18 +193,21 @@ class _Chunks:
         self.sizes: list[int] = table.nbytes[read.rows].tolist()
         self.decoded: list[int] = decoded_nbytes(table, read.rows).tolist()
         self.working: list[int] = working_nbytes(table, read.rows).tolist()
-        self.raw: list[bool] = (~table.encoded[read.rows]).tolist()
+        self.raw: list[bool] = (~table.is_encoded(read.rows)).tolist()
         digests = table.digest[read.rows].tobytes()
         if not all(self.raw):
             own = np.array(self.raw)[:, None]
             digests = np.where(own, table.digest[read.rows], table.stored_digests[read.rows]).tobytes()
         self.wanted = [digests[n : n + DIGEST_NBYTES] for n in range(0, len(digests), DIGEST_NBYTES)]
+        self.ends = list(accumulate(map(operator.add, self.starts, self.sizes), max))
         self.end_to_end = sum(self.sizes) == read.nbytes
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def check_sizes(self) -> None:
+        if self.sizes == self.decoded:
+            return
         for row, size, decoded, raw in zip(self.rows, self.sizes, self.decoded, self.raw, strict=True):
             if raw and size != decoded:
                 raise CorruptError(
@@ -212,48 +222,45 @@ class _Chunks:
         start = self.starts[k]
         return bool(start % _ELEMENT_ALIGN and start % itemsize(self.table.spec(self.rows[k]).dtype))
 
-    def named(self) -> contextlib.AbstractContextManager[None]:
-        return _named(self.table, self.segment, self.rows[0])
-
-    def group(self, first: int, limit: int, *, room: Callable[[int, int], int]) -> tuple[int, int]:
-        """From chunk `first` on: the end of the chunks that `limit` bytes hold, at least one, and of their bytes."""
-        start, end, last = self.starts[first], self.starts[first] + self.sizes[first], first + 1
-        while last < len(self):
-            further = max(end, self.starts[last] + self.sizes[last])
-            if room(start, further - start) > limit:
-                break
-            end, last = further, last + 1
-        return last, end
+    def group(self, first: int, limit: int) -> int:
+        """From chunk `first` on, at least that: the end of the chunks that lie before byte `limit`."""
+        return max(bisect_right(self.ends, limit, first), first + 1)
 
 
 class _Work:
     """One read under way in one thread."""
 
-    def __init__(
-        self, fetcher: Fetcher, chunks: _Chunks, places: Places, memory: Sequence[Bytes | None]
-    ) -> None:
-        self.fetcher, self.chunks, self.places, self.memory = fetcher, chunks, places, memory
+    def __init__(self, fetcher: Fetcher, chunks: _Chunks, places: Places) -> None:
+        self.fetcher, self.chunks, self.places = fetcher, chunks, places
+        self.memory = places.memory(chunks.ats)
+        if not all(chunks.raw):  # an encoded chunk cannot be read into its target
+            self.memory = [each if raw else None for each, raw in zip(self.memory, chunks.raw, strict=True)]
 
     def straight(self, download: Download, window: int) -> None:
         """Into the targets' own memory: every chunk has some, and nothing lies between them."""
         chunks, memory, n = self.chunks, self.memory, 0
+        digest, wanted = xxhash.xxh3_128_digest, chunks.wanted
         while n < len(chunks):
             if chunks.sizes[n] > window:
                 self._large(download, n, window)
                 n += 1
                 continue
-            last, _ = chunks.group(n, window, room=lambda _, nbytes: nbytes)
-            targets: list[Any] = [each for each in memory[n:last] if each is not None and each.size]
+            last = chunks.group(n, chunks.starts[n] + window)
+            targets: list[Any] = memory[n:last]
+            if not all(chunks.sizes[n:last]):
+                targets = [each for each in targets if each.size]
             if targets:
-                with chunks.named():
-                    download.read_into(chunks.starts[n], targets)
+                download.read_into(chunks.starts[n], targets)
             for k in range(n, last):
-                self._verify(k, memory[k])
+                into: Any = memory[k]
+                if digest(into) != wanted[k]:
+                    self._read_again(k, into)
             n = last
 
     def through_blocks(self, download: Download, window: int | None) -> None:
         """Into a block, and from there to the targets."""
         chunks, n = self.chunks, 0
+        digest, wanted = xxhash.xxh3_128_digest, chunks.wanted
         limit = min(self.fetcher.block_nbytes, window or self.fetcher.block_nbytes)
         with self.fetcher.block() as block:
             while n < len(chunks):
@@ -261,14 +268,21 @@ class _Work:
                     self._large(download, n, window, block)
                     n += 1
                     continue
-                last, end = chunks.group(n, limit, room=block_room)
                 start = chunks.starts[n]
+                last = chunks.group(n, start - start % DOWNLOAD_ALIGN + limit)
+                # Of one alone its own end: in a damaged table a chunk may lie within an earlier one.
+                end = chunks.ends[last - 1] if last > n + 1 else start + chunks.sizes[n]
                 data = self._block(download, start, end - start, block, window)
                 for k in range(n, last):
                     at = chunks.starts[k] - start
-                    part = data[at : at + chunks.sizes[k]]
-                    self._verify(k, part)
-                    self._place(k, part)
+                    part: Any = data[at : at + chunks.sizes[k]]
+                    if digest(part) != wanted[k]:
+                        self._read_again(k, part)
+                    memory = self.memory[k]
+                    if memory is not None:
+                        np.copyto(memory, part)
+                    else:
+                        self._place(k, part)
                 n = last
 
     def _block(
@@ -276,23 +290,19 @@ class _Work:
     ) -> Bytes:
         if not nbytes:
             return np.empty(0, np.uint8)
-        with self.chunks.named():
-            if window is None:
-                return np.frombuffer(download.read_block(start, nbytes, block), np.uint8)
-            at = start % DOWNLOAD_ALIGN  # elements stay aligned
-            found = block[at : at + nbytes]
-            download.read_into(start, [found])
-            return np.frombuffer(found, np.uint8)
+        if window is None:
+            return np.frombuffer(download.read_block(start, nbytes, block), np.uint8)
+        at = start % DOWNLOAD_ALIGN  # elements stay aligned
+        found = block[at : at + nbytes]
+        download.read_into(start, [found])
+        return np.frombuffer(found, np.uint8)
 
-    def _verify(self, k: int, data: Any) -> None:
-        if xxhash.xxh3_128_digest(data) != self.chunks.wanted[k]:
-            self.fetcher.read_again(self.chunks.segment, self.chunks.rows[k], data, self.chunks.wanted[k])
+    def _read_again(self, k: int, into: Bytes) -> None:
+        self.fetcher.read_again(self.chunks.segment, self.chunks.rows[k], into, self.chunks.wanted[k])
 
     def _place(self, k: int, stored: Bytes) -> None:
-        memory, at = self.memory[k], self.chunks.ats[k]
-        if memory is not None:
-            np.copyto(memory, stored)
-        elif not self.chunks.raw[k]:
+        at = self.chunks.ats[k]
+        if not self.chunks.raw[k]:
             self._place_decoded(k, stored)
         elif self.chunks.is_misaligned(k):
             with self.fetcher.scratch(stored.size) as copy:
@@ -303,7 +313,7 @@ class _Work:
 
     def _place_decoded(self, k: int, stored: Bytes) -> None:
         row, at = self.chunks.rows[k], self.chunks.ats[k]
-        memory, decoded, working = self.places.memory(at), self.chunks.decoded[k], self.chunks.working[k]
+        memory, decoded, working = self.places.memory([at])[0], self.chunks.decoded[k], self.chunks.working[k]
         with self.fetcher.scratch(0 if memory is not None else decoded, beside=working) as out:
             self.fetcher.decode(row, stored.data, out if memory is None else memory)
             if memory is None:
@@ -316,7 +326,7 @@ class _Work:
             self._in_pieces(download, k, memory, window, block)
             return
         row, at, decoded = self.chunks.rows[k], self.chunks.ats[k], self.chunks.decoded[k]
-        own = None if self.chunks.raw[k] else self.places.memory(at)
+        own = None if self.chunks.raw[k] else self.places.memory([at])[0]
         extra = 0 if self.chunks.raw[k] or own is not None else decoded
         # One lease for all, so that no two threads wait for each other's second one.
         room = -(-size // _ELEMENT_ALIGN) * _ELEMENT_ALIGN + extra
@@ -345,24 +355,19 @@ class _Work:
             else:
                 nbytes = min(size - at, window or size)
                 piece: Any = into[at : at + nbytes]
-                with self.chunks.named():
-                    download.read_into(start + at, [piece])
+                download.read_into(start + at, [piece])
                 digest.update(piece)
             at += nbytes
         if digest.digest() != self.chunks.wanted[k]:
             self.fetcher.read_again(self.chunks.segment, self.chunks.rows[k], into, self.chunks.wanted[k])
 
 
-@contextlib.contextmanager
-def _named(table: ChunkTable, segment: str, row: int) -> Iterator[None]:
+def _named(error: NotFoundError | CorruptError, table: ChunkTable, segment: str, row: int) -> CorruptError:
     """A segment that is gone or too short is damage, named with `row`'s tensor, which needs it."""
-    try:
-        yield
-    except (NotFoundError, CorruptError) as error:
-        tensor = table.spec(row).name
-        how = "is not there" if isinstance(error, NotFoundError) else "was cut"
-        raise CorruptError(
-            f"segment {segment} {how}, so {tensor} cannot be read ({error}): use another copy or an older checkpoint",
-            segment=segment,
-            tensor=tensor,
-        ) from error
+    tensor = table.spec(row).name
+    how = "is not there" if isinstance(error, NotFoundError) else "was cut"
+    return CorruptError(
+        f"segment {segment} {how}, so {tensor} cannot be read ({error}): use another copy or an older checkpoint",
+        segment=segment,
+        tensor=tensor,
+    )

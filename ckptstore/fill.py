@@ -26,8 +26,8 @@ class Fill:
     table: ChunkTable
     leaves: Sequence[TensorLeaf]
     pieces: Pieces
-    address: Ints  # of each place's own memory, -1 where it has none
-    nbytes: Ints  # of each place's chunk
+    address: Sequence[int]  # of each place's own memory, -1 where it has none
+    nbytes: Sequence[int]  # of each place's chunk
     host: HostMemory
 
     @classmethod
@@ -39,9 +39,14 @@ class Fill:
         own = np.diff(pieces.bounds) == 1
         own &= (pieces.n[first] == table.shape[row]).all(axis=1) & (pieces.start[first] >= 0)
         bases = np.full(len(leaves), -1, np.int64)
-        for n in np.unique(target[own]).tolist():
-            bases[n] = host_address(leaves[n])
-        sizes = table.tensors.itemsizes[table.tensor[row]]
+        holds = np.zeros(len(leaves), np.bool_)
+        holds[target[own]] = True
+        held = np.flatnonzero(holds)
+        wanted = plan.target_nbytes[held].tolist()
+        bases[held] = [
+            host_address(leaves[n].data, nbytes) for n, nbytes in zip(held.tolist(), wanted, strict=True)
+        ]
+        sizes = table.tensors.itemsizes_of(table.tensor[row])
         base = bases[target] if len(leaves) else np.zeros(0, np.int64)
         address = np.where(own & (base >= 0), base + pieces.start[first] * sizes, -1)
         nbytes = decoded_nbytes(table, row)
@@ -49,23 +54,23 @@ class Fill:
             table=table,
             leaves=leaves,
             pieces=pieces,
-            address=address,
-            nbytes=nbytes,
+            address=address.tolist(),
+            nbytes=nbytes.tolist(),
             host=HostMemory.around(address[address >= 0], nbytes[address >= 0]),
         )
 
     @property
     def without_memory(self) -> Ints:
         """Rows of the chunks that must be scattered."""
-        return self.pieces.row[self.pieces.bounds[:-1][self.address < 0]]
+        return self.pieces.row[self.pieces.bounds[:-1][np.array(self.address, np.int64) < 0]]
 
-    def memory(self, at: int) -> Bytes | None:
-        address = int(self.address[at])
-        return None if address < 0 else self.host.bytes(address, int(self.nbytes[at]))
+    def memory(self, ats: Sequence[int]) -> list[Bytes | None]:
+        address, nbytes, run = self.address, self.nbytes, self.host.run
+        return [None if address[at] < 0 else run(address[at], nbytes[at]) for at in ats]
 
     def put(self, at: int, data: Bytes) -> None:
         """Put a whole chunk in place, wherever it belongs."""
-        memory = self.memory(at)
+        memory = self.memory([at])[0]
         if memory is not None:
             np.copyto(memory, data)
             return
@@ -85,14 +90,13 @@ class Fill:
         copy_box_from_bytes(leaf.data, leaf.box, data, source, piece.box)
 
 
-def host_address(leaf: TensorLeaf) -> int:
-    """Where the elements of the leaf's box begin in host memory; -1 where they are not one run of it."""
-    data = leaf.data
+def host_address(data: Any, nbytes: int) -> int:
+    """Where the elements of a tensor or array begin in host memory; -1 where they are not one run of `nbytes`."""
     if not isinstance(data, np.ndarray):
         from ckptstore.interop.torch_tensor import host_address_of
 
-        return host_address_of(data, leaf.nbytes)
-    if not data.flags.c_contiguous or not data.flags.writeable or data.nbytes != leaf.nbytes:
+        return host_address_of(data, nbytes)
+    if not data.flags.c_contiguous or not data.flags.writeable or data.nbytes != nbytes:
         return -1
     return int(data.__array_interface__["data"][0])
 
@@ -116,7 +120,7 @@ class HostMemory:
         low = int(address.min())
         return cls(low, int((address + nbytes).max()) - low)
 
-    def bytes(self, address: int, nbytes: int) -> Bytes:
+    def run(self, address: int, nbytes: int) -> Bytes:
         """One run, which is one of those or lies in it."""
         found: Any = self._array[address - self.low : address - self.low + nbytes]
         return found  # type: ignore[no-any-return]

@@ -93,8 +93,8 @@ class Buffers:
     def __init__(self, chunks: Sequence[Bytes]) -> None:
         self._chunks = chunks
 
-    def memory(self, at: int) -> Bytes | None:
-        return self._chunks[at]
+    def memory(self, ats: Sequence[int]) -> list[Bytes | None]:
+        return [self._chunks[at] for at in ats]
 
     def put(self, at: int, data: Bytes) -> None:
         raise NotImplementedError("every buffer is memory of its own")
@@ -103,6 +103,6 @@ class Buffers:
 def fetch_chunks(store: Store, table: ChunkTable, read: Read, chunks: Sequence[Bytes]) -> None:
     """Fill the buffers with the chunks of one range, verified; a bad one is read once more, then CorruptError."""
     check_codecs(table, read.rows)
-    encoded: Ints = read.rows[table.encoded[read.rows]]
+    encoded: Ints = read.rows[table.is_encoded(read.rows)]
     with Fetcher(store, table, [read], encoded, lanes=1) as fetcher:
         fetcher.read(read, Buffers(chunks), range(len(read.rows)))

@@ -103,8 +103,12 @@ class Tensors(Sequence[TensorSpec]):
     @property
     def itemsizes(self) -> npt.NDArray[np.int64]:
         """Bytes of one element of each tensor."""
+        return self.itemsizes_of(np.arange(len(self)))
+
+    def itemsizes_of(self, which: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Bytes of one element of each of these tensors."""
         sizes = np.array([itemsize(name) for name in self.dtypes] or [0], np.int64)
-        return sizes[self.dtype]
+        return np.asarray(sizes[self.dtype[which]])
 
     def take(self, which: npt.NDArray[Any]) -> Tensors:
         """The specs of these numbers, which rise."""

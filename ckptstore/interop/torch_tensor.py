@@ -93,9 +93,11 @@ def host_address_of(tensor: torch.Tensor, nbytes: int) -> int:
 
     A tenth of what `byte_view` takes: loads ask it of twenty thousand tensors.
     """
-    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.nbytes != nbytes:
         return -1
-    return tensor.data_ptr() if tensor.nbytes == nbytes else -1
+    if tensor.is_complex() and (tensor.is_conj() or tensor.is_neg()):
+        return -1
+    return tensor.data_ptr()
 
 
 def from_bytes(data: npt.NDArray[np.uint8], dtype: str, shape: Shape) -> torch.Tensor:

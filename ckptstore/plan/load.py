@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ckptstore.chunktable import ChunkTable
 from ckptstore.cut import find_untiled_in
 from ckptstore.errors import CorruptError, InvalidInputError, LayoutMismatchError, MissingTensorError
-from ckptstore.tensor import Box, TensorSpec, itemsize
+from ckptstore.tensor import Box, TensorSpec
 
 GAP_NBYTES = 64 * 2**10
 BATCH_NBYTES = 16 * 2**20
@@ -89,10 +89,12 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadPlan:
-    """All reads, by segment and start; `nbytes_wanted` counts the elements of the targets."""
+    """All reads, by segment and start; `nbytes_wanted` counts the elements of the targets, `target_nbytes` those
+    of each."""
 
     reads: tuple[Read, ...]
     pieces: Pieces
+    target_nbytes: Ints
     nbytes_wanted: int
     nbytes_read: int
 
@@ -132,11 +134,14 @@ def plan_load(
     overlaps = _overlaps(table, targets)
     problems.prove(wanted, targets, overlaps)
     problems.refuse()
+    target_nbytes = np.zeros(len(wanted), np.int64)
+    target_nbytes[targets.number] = targets.nbytes
     reads, pieces = _reads(table, targets, overlaps, gap_nbytes, batch_nbytes)
     return LoadPlan(
         reads=reads,
         pieces=pieces,
-        nbytes_wanted=targets.nbytes,
+        target_nbytes=target_nbytes,
+        nbytes_wanted=int(targets.nbytes.sum()),
         nbytes_read=sum(read.nbytes for read in reads),
     )
 
@@ -213,51 +218,73 @@ class _Targets:
     ndim: npt.NDArray[np.int8]
     lo: Ints  # [targets, depth of the table], 0 beyond ndim
     n: Ints  # 1 beyond ndim
-    nbytes: int
+    nbytes: Ints
 
 
 def _targets(table: ChunkTable, wanted: Sequence[Wanted], problems: _Problems) -> _Targets:
     tensors, depth = table.tensors, table.offset.shape[1]
-    same: dict[TensorSpec, int] = {}  # many boxes of one spec are looked up once
-    numbers, boxes, nbytes = list[tuple[int, int]](), list[tuple[int, ...]](), 0
+    specs: list[TensorSpec] = []
+    places: dict[
+        int, int
+    ] = {}  # by identity: boxes of one tensor mostly share its spec, and hashing it costs
+    which, extents = list[int](), list[tuple[int, ...]]()
     zeros, ones = (0,) * depth, (1,) * depth
-    for n, target in enumerate(wanted):
+    for target in wanted:
         spec, box = target.spec, target.box
-        at = same.get(spec)
-        if at is None:
-            at = same[spec] = _find(table, spec, problems)
-        numel = box.numel
-        if at < 0 or not numel:
-            continue
-        nbytes += numel * itemsize(spec.dtype)
-        ndim = len(box.shape)
-        numbers.append((n, at))
-        boxes.append(box.offset + zeros[ndim:] + box.shape + ones[ndim:])
-    columns = np.array(boxes, np.int64).reshape(len(boxes), 2 * depth)
-    which = np.array(numbers, np.int64).reshape(-1, 2)
+        place = places.setdefault(id(spec), len(specs))
+        if place == len(specs):
+            specs.append(spec)
+        which.append(place)
+        ndim = min(len(box.shape), depth)  # deeper ones are not in the table, and noted below
+        extents.append(box.offset[:depth] + zeros[ndim:] + box.shape[:depth] + ones[ndim:])
+    found = _find(table, specs, problems)
+    at = found[np.array(which, np.int64)]
+    flat = np.fromiter(chain.from_iterable(extents), np.int64, 2 * depth * len(extents))
+    columns = flat.reshape(len(extents), 2 * depth)
+    numel = columns[:, depth:].prod(axis=1)
+    number = np.flatnonzero((at >= 0) & (numel > 0))
+    tensor = at[number]
     return _Targets(
-        number=which[:, 0],
-        tensor=which[:, 1],
-        ndim=tensors.ndim[which[:, 1]],
-        lo=columns[:, :depth],
-        n=columns[:, depth:],
-        nbytes=nbytes,
+        number=number,
+        tensor=tensor,
+        ndim=tensors.ndim[tensor],
+        lo=columns[number, :depth],
+        n=columns[number, depth:],
+        nbytes=numel[number] * tensors.itemsizes_of(tensor),
     )
 
 
-def _find(table: ChunkTable, spec: TensorSpec, problems: _Problems) -> int:
-    """Index of the spec in the table; -1, noted, if it is not there or is another."""
-    at = table.tensors.find(spec.name)
-    if at < 0:
-        problems.missing[spec.name] = f"{spec.name} is not in the checkpoint"
-        return -1
-    stored = table.tensors[at]
-    if stored != spec:
+def _find(table: ChunkTable, specs: Sequence[TensorSpec], problems: _Problems) -> Ints:
+    """Index of each spec in the table; -1, noted, if it is not there or is another."""
+    tensors = table.tensors
+    if 16 * len(specs) > len(tensors):  # a dictionary of all names is cheaper than so many searches
+        numbers = dict(zip(tensors.names, range(len(tensors)), strict=True))
+        found = [numbers.get(spec.name, -1) for spec in specs]
+    else:
+        found = [tensors.find(spec.name) for spec in specs]
+    at = np.array(found, np.int64)
+    if not len(tensors):
+        problems.missing.update((spec.name, f"{spec.name} is not in the checkpoint") for spec in specs)
+        return at
+    width = max(tensors.dims.shape[1], max((len(spec.shape) for spec in specs), default=0))
+    padding, codes = (0,) * width, {name: n for n, name in enumerate(tensors.dtypes)}
+    flat = (spec.shape + padding[len(spec.shape) :] for spec in specs)
+    dims = np.fromiter(chain.from_iterable(flat), np.int64, width * len(specs)).reshape(len(specs), width)
+    same = np.array([codes.get(spec.dtype, -1) for spec in specs], np.int64) == tensors.dtype[at]
+    same &= np.array([len(spec.shape) for spec in specs], np.int64) == tensors.ndim[at]
+    stored = tensors.dims[at]
+    same &= (dims[:, : stored.shape[1]] == stored).all(axis=1) & (dims[:, stored.shape[1] :] == 0).all(axis=1)
+    for n in np.flatnonzero((at < 0) | ~same).tolist():
+        spec = specs[n]
+        if found[n] < 0:
+            problems.missing[spec.name] = f"{spec.name} is not in the checkpoint"
+            continue
+        is_stored = tensors[found[n]]
         problems.mismatched[spec.name] = (
-            f"{spec.name} is stored as {stored.dtype}{list(stored.shape)}, "
+            f"{spec.name} is stored as {is_stored.dtype}{list(is_stored.shape)}, "
             f"not as {spec.dtype}{list(spec.shape)}"
         )
-        return -1
+        at[n] = -1
     return at
 
 
