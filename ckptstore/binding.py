@@ -29,6 +29,7 @@ from ckptstore.pieces import describe
 from ckptstore.skeleton import WRAPPERS, has_tensors, inner, tag_of, tensor_paths
 from ckptstore.state import TensorLeaf, decode, has_state_dict, unwrap
 from ckptstore.tensor import TensorSpec
+from ckptstore.tensors import Tensors
 from ckptstore.translation import Translation
 
 KEEP = object()
@@ -64,14 +65,22 @@ class Binding:
     def check_specs(self, tensors: Mapping[str, TensorSpec]) -> None:
         """Note each wanted tensor that is stored with another dtype or global shape, or not at all."""
         for leaf in self.leaves:
-            stored, spec = tensors.get(leaf.spec.name), leaf.spec
-            if stored is None:
-                self.missing.append(spec.name.split("/", 1)[1])
-            elif stored != spec:
-                self.mismatched.append(
-                    f"{spec.name} was saved as {stored.dtype}{list(stored.shape)}, the target is "
-                    f"{spec.dtype}{list(spec.shape)}"
-                )
+            self._check_spec(leaf.spec, tensors.get(leaf.spec.name))
+
+    def check_stored(self, tensors: Tensors) -> None:
+        """As `check_specs`, of columns: no spec is made for what fits."""
+        specs = [leaf.spec for leaf in self.leaves]
+        for n in np.flatnonzero(tensors.match(specs) < 0).tolist():
+            self._check_spec(specs[n], tensors.by_name.get(specs[n].name))
+
+    def _check_spec(self, spec: TensorSpec, stored: TensorSpec | None) -> None:
+        if stored is None:
+            self.missing.append(spec.name.split("/", 1)[1])
+        elif stored != spec:
+            self.mismatched.append(
+                f"{spec.name} was saved as {stored.dtype}{list(stored.shape)}, the target is "
+                f"{spec.dtype}{list(spec.shape)}"
+            )
 
     def check_translated(self, translation: Translation) -> dict[str, TensorSpec]:
         """As `check_specs`, under a mapping's names; notes also what it cannot make. The specs of what is there."""

@@ -193,6 +193,13 @@ def memory_of(data: Any) -> tuple[Any, ...]:
     return memory_of_tensor(data)
 
 
+def address_of(data: Any) -> int:
+    """Where the first element lies. Tensors or arrays at different places are not the same memory."""
+    if isinstance(data, np.ndarray):
+        return int(data.__array_interface__["data"][0])
+    return int(data.data_ptr())
+
+
 def tie_of(value: Any, pieces: Sequence[Piece]) -> tuple[Any, ...] | None:
     """Equal for leaves that are one tensor under two names (tied weights); None where no other can be.
 

@@ -143,7 +143,7 @@ def _prepare(
     translation = None
     if mapping is None:
         binding = _twice(clock, lambda: _fit(store, index, member, size, state))
-        binding.check_specs(stored)
+        binding.check_stored(index.rows.tensors)
     else:
         binding, translation = _twice(
             clock, lambda: _fit_translated(store, index, member, size, state, mapping)

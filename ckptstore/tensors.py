@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, overload
 
 import numpy as np
@@ -16,6 +17,8 @@ import numpy.typing as npt
 
 from ckptstore.errors import CorruptError
 from ckptstore.tensor import TensorSpec, itemsize
+
+ABSENT, OTHER = -1, -2  # what `Tensors.match` gives besides numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,6 +88,26 @@ class Tensors(Sequence[TensorSpec]):
         """Index of the tensor of that name; -1 if there is none."""
         at = bisect_left(self.names, name)
         return at if at < len(self.names) and self.names[at] == name else -1
+
+    def match(self, specs: Sequence[TensorSpec]) -> npt.NDArray[np.int64]:
+        """Index of each spec: ABSENT where there is none of its name, OTHER where that has another dtype or shape."""
+        if not len(self):
+            return np.full(len(specs), ABSENT, np.int64)
+        if 16 * len(specs) > len(self):  # a dictionary of all names is cheaper than so many searches
+            numbers = dict(zip(self.names, range(len(self)), strict=True))
+            at = np.array([numbers.get(spec.name, ABSENT) for spec in specs], np.int64)
+        else:
+            at = np.array([self.find(spec.name) for spec in specs], np.int64)
+        width = max(self.dims.shape[1], max((len(spec.shape) for spec in specs), default=0))
+        padding, codes = (0,) * width, {name: n for n, name in enumerate(self.dtypes)}
+        flat = chain.from_iterable(spec.shape + padding[len(spec.shape) :] for spec in specs)
+        dims = np.fromiter(flat, np.int64, width * len(specs)).reshape(len(specs), width)
+        stored = np.zeros_like(dims)
+        stored[:, : self.dims.shape[1]] = self.dims[at]
+        same = np.array([codes.get(spec.dtype, -1) for spec in specs], np.int64) == self.dtype[at]
+        same &= np.array([len(spec.shape) for spec in specs], np.int64) == self.ndim[at]
+        same &= (dims == stored).all(axis=1)
+        return np.where(same | (at == ABSENT), at, OTHER)
 
     @property
     def by_name(self) -> Mapping[str, TensorSpec]:

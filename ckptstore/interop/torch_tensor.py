@@ -24,6 +24,7 @@ from ckptstore.tensor import DTYPES, Box, Shape
 _NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in DTYPES if isinstance(getattr(torch, name, None), torch.dtype)
 }
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -46,6 +47,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def check_dense(tensor: torch.Tensor, where: str) -> None:
     """Refuse what has no plain bytes: meta, sparse, quantized, nested and wrapping tensors."""
+    plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
+    if plain and not tensor.is_quantized and not tensor.is_nested:
+        return  # nearly all; the questions below take longer than all else that is asked of a tensor
     reason = (
         "is not initialized yet"
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
@@ -67,6 +71,8 @@ def check_dense(tensor: torch.Tensor, where: str) -> None:
 
 def shares_elements(tensor: torch.Tensor) -> bool:
     """Do several elements lie in the same memory (an expanded tensor), so that they cannot be filled?"""
+    if tensor.is_contiguous():
+        return False
     return tensor.numel() > 0 and any(
         n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
     )

@@ -20,6 +20,7 @@ from ckptstore.chunktable import ChunkTable
 from ckptstore.cut import find_untiled_in
 from ckptstore.errors import CorruptError, InvalidInputError, LayoutMismatchError, MissingTensorError
 from ckptstore.tensor import Box, TensorSpec
+from ckptstore.tensors import ABSENT
 
 GAP_NBYTES = 64 * 2**10
 BATCH_NBYTES = 16 * 2**20
@@ -255,36 +256,18 @@ def _targets(table: ChunkTable, wanted: Sequence[Wanted], problems: _Problems) -
 
 
 def _find(table: ChunkTable, specs: Sequence[TensorSpec], problems: _Problems) -> Ints:
-    """Index of each spec in the table; -1, noted, if it is not there or is another."""
-    tensors = table.tensors
-    if 16 * len(specs) > len(tensors):  # a dictionary of all names is cheaper than so many searches
-        numbers = dict(zip(tensors.names, range(len(tensors)), strict=True))
-        found = [numbers.get(spec.name, -1) for spec in specs]
-    else:
-        found = [tensors.find(spec.name) for spec in specs]
-    at = np.array(found, np.int64)
-    if not len(tensors):
-        problems.missing.update((spec.name, f"{spec.name} is not in the checkpoint") for spec in specs)
-        return at
-    width = max(tensors.dims.shape[1], max((len(spec.shape) for spec in specs), default=0))
-    padding, codes = (0,) * width, {name: n for n, name in enumerate(tensors.dtypes)}
-    flat = (spec.shape + padding[len(spec.shape) :] for spec in specs)
-    dims = np.fromiter(chain.from_iterable(flat), np.int64, width * len(specs)).reshape(len(specs), width)
-    same = np.array([codes.get(spec.dtype, -1) for spec in specs], np.int64) == tensors.dtype[at]
-    same &= np.array([len(spec.shape) for spec in specs], np.int64) == tensors.ndim[at]
-    stored = tensors.dims[at]
-    same &= (dims[:, : stored.shape[1]] == stored).all(axis=1) & (dims[:, stored.shape[1] :] == 0).all(axis=1)
-    for n in np.flatnonzero((at < 0) | ~same).tolist():
+    """Index of each spec in the table; less than 0, noted, if it is not there or is another."""
+    at = table.tensors.match(specs)
+    for n in np.flatnonzero(at < 0).tolist():
         spec = specs[n]
-        if found[n] < 0:
+        if at[n] == ABSENT:
             problems.missing[spec.name] = f"{spec.name} is not in the checkpoint"
             continue
-        is_stored = tensors[found[n]]
+        stored = table.tensors.by_name[spec.name]
         problems.mismatched[spec.name] = (
-            f"{spec.name} is stored as {is_stored.dtype}{list(is_stored.shape)}, "
+            f"{spec.name} is stored as {stored.dtype}{list(stored.shape)}, "
             f"not as {spec.dtype}{list(spec.shape)}"
         )
-        at[n] = -1
     return at
 
 
