@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from ckptstore.checkpointer import Checkpointer as Checkpointer
-    from ckptstore.checkpointer import SaveHandle as SaveHandle
     from ckptstore.difference import Difference as Difference
     from ckptstore.difference import diff as diff
     from ckptstore.errors import AlreadyExistsError as AlreadyExistsError
@@ -49,11 +48,13 @@ if TYPE_CHECKING:
     from ckptstore.publish import Subscriber as Subscriber
     from ckptstore.run import Run as Run
     from ckptstore.run import open as open
+    from ckptstore.savehandle import SaveHandle as SaveHandle
 
 __version__ = "0.1.0"
 
 _NAMES: Final[dict[str, tuple[str, ...]]] = {
-    "ckptstore.checkpointer": ("Checkpointer", "SaveHandle"),
+    "ckptstore.checkpointer": ("Checkpointer",),
+    "ckptstore.savehandle": ("SaveHandle",),
     "ckptstore.difference": ("Difference", "diff"),
     "ckptstore.errors": (
         "AlreadyExistsError",

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
 from types import TracebackType
 from typing import Any
 
 from ckptstore import errors
+from ckptstore.baseline import Baseline
 from ckptstore.catalog import checkpoint_info
 from ckptstore.claim import claim
 from ckptstore.clock import Clock, SystemClock
@@ -29,51 +29,14 @@ from ckptstore.errors import (
 )
 from ckptstore.incarnation import Incarnation, Token, begin
 from ckptstore.journal import Journal
-from ckptstore.manifest import AttemptId, CheckpointInfo, Member, Part
+from ckptstore.manifest import AttemptId, Member
 from ckptstore.mapping import TensorMap
 from ckptstore.restore import RestoreReport, Sharing, agreed, mark_bad, restore_member
+from ckptstore.savehandle import SaveHandle
 from ckptstore.store.base import Store, open_store
-from ckptstore.writer import Baseline
 
 Phase = Callable[[str, int], None]
-
-
-class SaveHandle:
-    """One save under way. Waiting for it raises its failure."""
-
-    def __init__(self, attempt: AttemptId) -> None:
-        self.attempt = attempt
-        self.step = attempt.step
-        self._written = threading.Event()
-        self._done: Future[CheckpointInfo] = Future()
-        self._part_durable = False
-        self._told = False
-
-    def written(self, timeout_s: float = 600.0) -> None:
-        """Return once this member's part is durable. Raises the save's failure, or TimeoutError."""
-        if not self._written.wait(timeout_s):
-            raise TimeoutError(f"step {self.step}: this member's part is not durable after {timeout_s:g} s")
-        if self._done.done() and self._done.exception() is not None and not self._part_durable:
-            self.result(0)
-
-    def result(self, timeout_s: float = 600.0) -> CheckpointInfo:
-        """The committed checkpoint. Raises IncompleteSaveError or InconsistentCutError (abandoned), FencedError,
-        OutcomeUnknownError, or TimeoutError while the attempt is still open."""
-        try:
-            info = self._done.result(timeout_s)
-        except FutureTimeoutError:
-            if self._done.done():
-                self._told = True
-                raise
-            raise TimeoutError(f"step {self.step} is still being saved after {timeout_s:g} s") from None
-        except BaseException:
-            self._told = True
-            raise
-        return info
-
-    def done(self) -> bool:
-        """Is the outcome known, one way or the other?"""
-        return self._done.done()
+IN_FLIGHT = 2
 
 
 class Checkpointer:
@@ -81,8 +44,10 @@ class Checkpointer:
 
     `inc` is the Incarnation, or its token in any other process. `commit_timeout_s` bounds how long the
     committer waits for other members' parts. `check_replicas=False`, on all ranks of a role, takes no digests
-    of replicas: a save does not notice that they differ. `on_phase(phase, step)` is told, from the background thread,
-    of "segments_written", "part_written" and "committed".
+    of replicas: a save does not notice that they differ. `memory_budget`: bytes that snapshots of this member may take
+    (default: half of what the machine or the control group allows, and never so much that less than a sixteenth of it
+    is left); a save waits for memory while earlier ones are written. `on_phase(phase, step)` is told, from the
+    background thread, of "segments_written", "part_written" and "committed".
     """
 
     def __init__(
@@ -93,6 +58,7 @@ class Checkpointer:
         rank: int,
         commit_timeout_s: float = COMMIT_TIMEOUT_S,
         check_replicas: bool = True,
+        memory_budget: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
         on_phase: Phase | None = None,
@@ -128,9 +94,11 @@ class Checkpointer:
             size=size,
             committer=self._committer(),
             check_replicas=check_replicas,
+            memory_budget=memory_budget,
         )
         self._stopping = threading.Event()
-        self._handle: SaveHandle | None = None
+        self._handles: list[SaveHandle] = []  # in flight, or failed and not yet told
+        self._pid = os.getpid()
         self._counts: dict[int, int] = {}
         self._last_step: int | None = None
         self._baseline: Baseline | None = None
@@ -208,9 +176,9 @@ class Checkpointer:
     def save(self, step: int, state: dict[str, Any], *, policy_version: int | None = None) -> SaveHandle:
         """Copy the state and return; a handle tells when it is durable (`written`) and committed (`result`).
 
-        One save may be in flight: a second waits for it and raises its failure first. Every member of the
-        roster must save the same steps in the same order. InvalidInputError (the state's path is named)
-        changes nothing but that this attempt is given up, for the other members too.
+        Two saves may be in flight: a third waits for the first, and each raises the failures of those before it that
+        are known by then. Every member of the roster must save the same steps in the same order. InvalidInputError
+        (the state's path is named) changes nothing but that this attempt is given up, for the other members too.
         """
         self._check_open()
         if step < 0 or (self._last_step is not None and step < self._last_step):
@@ -221,23 +189,32 @@ class Checkpointer:
         number = self._counts.get(step, 0)
         self._counts[step] = number + 1  # taken on entry, before anything can fail (protocol R1)
         self._claim()
-        self._settle_previous(self._commit_timeout_s * 2)
+        self._settle_previous(self._commit_timeout_s * 2, most=IN_FLIGHT - 1)
         handle = SaveHandle(AttemptId(fence=self._token.fence, step=step, number=number))
         self._last_step = step
         try:
-            staged = self._contributor.stage(handle.attempt, state, self._baseline)
+            staged, data = self._contributor.begin(
+                handle.attempt, state, self._baseline, timeout_s=self._commit_timeout_s * 2
+            )
         except Exception as error:
             if len(self._token.roster.members) > 1:
                 self._contributor.give_up(handle.attempt, error)  # or the others would wait for this part
             raise
-        self._handle = handle
-        # A daemon thread, one at a time: a process that crashes without closing must not wait for other ranks.
-        threading.Thread(
+        # A daemon thread: a process that crashes without closing must not wait for other ranks.
+        writer = threading.Thread(
             target=self._run,
             args=(handle, staged, policy_version),
             name=f"ckptstore-{self._member.file}",
             daemon=True,
-        ).start()
+        )
+        handle._after = self._handles[-1] if self._handles else None
+        self._handles.append(handle)
+        writer.start()  # it takes blocks as they are staged
+        try:
+            self._contributor.stage(staged, data)
+        except BaseException:
+            handle._told = True  # here and now; the writer gives the attempt up
+            raise
         return handle
 
     def _run(self, handle: SaveHandle, staged: Any, policy_version: int | None) -> None:
@@ -246,15 +223,20 @@ class Checkpointer:
             handle._written.set()
 
         try:
-            part = self._contributor.contribute(
+            if (
+                handle._after is not None
+            ):  # attempts are committed in order, and what the last one stored is reused
+                wait([handle._after._done])
+                handle._after = None
+            self._baseline = self._contributor.contribute(
                 staged,
+                baseline=self._baseline,
                 policy_version=policy_version,
                 timeout_s=self._commit_timeout_s,
                 phase=lambda name: self._tell(name, handle.step),
                 stop=self._stopping.is_set,
                 written=written,
             )
-            self._remember(handle.attempt, part)
             info = checkpoint_info(self._journal.history, handle.attempt)
         except BaseException as error:
             # Whatever it was, it reaches the caller at result(), save() or close().
@@ -266,23 +248,24 @@ class Checkpointer:
         finally:
             handle._written.set()
 
-    def _remember(self, attempt: AttemptId, part: Part) -> None:
-        self._baseline = Baseline.of(attempt, part.table, part.segments)
-
     def _tell(self, phase: str, step: int) -> None:
         if self._on_phase is not None:
             self._on_phase(phase, step)
 
-    def _settle_previous(self, timeout_s: float) -> None:
-        handle, self._handle = self._handle, None
-        if handle is None or handle._told:
-            return
-        try:
-            handle.result(timeout_s)
-        except TimeoutError:
+    def _settle_previous(self, timeout_s: float, *, most: int = 0) -> None:
+        """Raise the failures of saves that have ended, and wait until at most `most` are in flight."""
+        while self._handles and (len(self._handles) > most or self._handles[0].done()):
+            handle = self._handles[0]
+            if handle._told:
+                wait([handle._done], timeout_s)
+            try:
+                if not handle._told:
+                    handle.result(timeout_s)
+            finally:
+                if handle.done():
+                    del self._handles[0]
             if not handle.done():
-                self._handle = handle
-            raise
+                raise TimeoutError(f"step {handle.step} is still being given up after {timeout_s:g} s")
 
     # -- restore
 
@@ -358,6 +341,7 @@ class Checkpointer:
         finally:
             self._closed = True
             self._stopping.set()
+            self._contributor.close()
             if self._owned is not None:
                 self._owned.close()
 
@@ -375,3 +359,9 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidInputError(f"the Checkpointer of {self._member} is closed: make a new one")
+        if os.getpid() != self._pid:
+            raise InvalidInputError(
+                f"the Checkpointer of {self._member} was made in process {self._pid} and this is its fork "
+                f"{os.getpid()}: threads do not survive a fork, make a new one from the token",
+                pid=self._pid,
+            )

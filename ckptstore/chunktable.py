@@ -109,6 +109,88 @@ class ChunkTable:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TableFrame:
+    """What a table of given chunks has whatever is stored of them: names, boxes and the order of rows.
+
+    Made once a plan. `rows[k]` is the row of chunk `k`.
+    """
+
+    specs: Sequence[TensorSpec]
+    boxes: Sequence[Box]
+    tensors: Tensors
+    tensor: npt.NDArray[np.int32]
+    offset: IntColumn
+    shape: IntColumn
+    order: npt.NDArray[np.intp]
+    rows: Sequence[int]
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec], boxes: Sequence[Box]) -> TableFrame:
+        tensors = tuple(sorted({s.name: s for s in specs}.values(), key=lambda s: s.name))
+        at = {spec.name: n for n, spec in enumerate(tensors)}
+        count, depth = len(specs), max((len(s.shape) for s in specs), default=1) or 1
+        offset, shape = np.zeros((count, depth), np.int64), np.ones((count, depth), np.int64)
+        for n, box in enumerate(boxes):
+            offset[n, : len(box.offset)] = box.offset
+            shape[n, : len(box.shape)] = box.shape
+        tensor = np.array([at[s.name] for s in specs], np.int32)
+        order = _order(tensor, offset)
+        rows = np.empty(count, np.int64)
+        rows[order] = np.arange(count)
+        return cls(
+            specs=specs,
+            boxes=boxes,
+            tensors=Tensors.of(tensors),
+            tensor=tensor[order],
+            offset=offset[order],
+            shape=shape[order],
+            order=order,
+            rows=rows.tolist(),
+        )
+
+    def table(
+        self,
+        *,
+        segments: Sequence[str],
+        starts: Sequence[int],
+        nbytes: Sequence[int],
+        digests: Sequence[bytes],
+        reuses: Sequence[int],
+        codecs: Sequence[str] | None = None,
+        stored_digests: Sequence[bytes | None] | None = None,
+        bases: Sequence[str] | None = None,
+    ) -> ChunkTable:
+        """The table of the chunks, given in the frame's order of chunks, sorted as tables are; raw without `codecs`."""
+        keys = tuple(sorted(set(segments)))
+        where = {key: n for n, key in enumerate(keys)}
+        order, count = self.order, len(self.order)
+        names = tuple(sorted(set(codecs or ()))) or (RAW,)
+        codec = np.array([names.index(name) for name in codecs] if codecs else [0] * count, np.int16)
+        stored = [digest or bytes(DIGEST_NBYTES) for digest in stored_digests or ()]
+        encoded = any(map(any, stored))
+        return ChunkTable(
+            tensors=self.tensors,
+            segments=keys,
+            tensor=self.tensor,
+            offset=self.offset,
+            shape=self.shape,
+            segment=np.array([where[key] for key in segments], np.int32)[order],
+            start=np.array(starts, np.int64)[order],
+            nbytes=np.array(nbytes, np.int64)[order],
+            digest=_digests(digests)[order],
+            stored_digest=_digests(stored)[order] if encoded else None,
+            codecs=names,
+            codec=codec[order],
+            reuses=np.array(reuses, np.int32)[order],
+            base=tuple([bases[n] for n in order.tolist()]) if bases is not None and any(bases) else (),
+        )
+
+
+def _digests(values: Sequence[bytes]) -> ByteColumn:
+    return np.frombuffer(b"".join(values), np.uint8).reshape(len(values), DIGEST_NBYTES)
+
+
 def make_table(
     *,
     specs: Sequence[TensorSpec],
@@ -123,37 +205,16 @@ def make_table(
     bases: Sequence[str] | None = None,
 ) -> ChunkTable:
     """A table with one row for each item of the equally long sequences, sorted as tables are; raw without `codecs`."""
-    tensors = tuple(sorted({s.name: s for s in specs}.values(), key=lambda s: s.name))
-    keys = tuple(sorted(set(segments)))
-    at = {spec.name: n for n, spec in enumerate(tensors)}
-    where = {key: n for n, key in enumerate(keys)}
-    named = codecs or [RAW] * len(specs)
-    names = tuple(sorted(set(named))) or (RAW,)
-    stored = [digest or bytes(DIGEST_NBYTES) for digest in stored_digests or ()]
-    rows, depth = len(specs), max((len(s.shape) for s in specs), default=1) or 1
-    offset, shape = np.zeros((rows, depth), np.int64), np.ones((rows, depth), np.int64)
-    for n, box in enumerate(boxes):
-        offset[n, : len(box.offset)] = box.offset
-        shape[n, : len(box.shape)] = box.shape
-    table = ChunkTable(
-        tensors=Tensors.of(tensors),
-        segments=keys,
-        tensor=np.array([at[s.name] for s in specs], np.int32),
-        offset=offset,
-        shape=shape,
-        segment=np.array([where[key] for key in segments], np.int32),
-        start=np.array(starts, np.int64),
-        nbytes=np.array(nbytes, np.int64),
-        digest=np.frombuffer(b"".join(digests), np.uint8).reshape(rows, DIGEST_NBYTES).copy(),
-        stored_digest=np.frombuffer(b"".join(stored), np.uint8).reshape(rows, DIGEST_NBYTES).copy()
-        if any(map(any, stored))
-        else None,
-        codecs=names,
-        codec=np.array([names.index(name) for name in named], np.int16),
-        reuses=np.array(reuses if reuses is not None else [0] * rows, np.int32),
-        base=tuple(bases) if bases is not None and any(bases) else (),
+    return TableFrame.of(specs, boxes).table(
+        segments=segments,
+        starts=starts,
+        nbytes=nbytes,
+        digests=digests,
+        reuses=reuses if reuses is not None else [0] * len(specs),
+        codecs=codecs,
+        stored_digests=stored_digests,
+        bases=bases,
     )
-    return table.take(_order(table.tensor, table.offset))
 
 
 def _order(tensor: npt.NDArray[np.int32], offset: IntColumn) -> npt.NDArray[np.intp]:

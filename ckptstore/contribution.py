@@ -8,50 +8,76 @@ once a structure (exchange.py; protocol R12 to R14).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from ckptstore.baseline import Baseline
+from ckptstore.chunktable import TableFrame
 from ckptstore.clock import tries
 from ckptstore.commit import Committer
 from ckptstore.digester import Digester
 from ckptstore.errors import (
     AlreadyExistsError,
+    BudgetExceededError,
     CkptStoreError,
     FencedError,
     IncompleteSaveError,
     OutcomeUnknownError,
 )
 from ckptstore.exchange import Agreed, Exchange
+from ckptstore.hostmemory import default_budget_nbytes
+from ckptstore.image import make_images
 from ckptstore.incarnation import Token
 from ckptstore.journal import Journal
-from ckptstore.manifest import AttemptId, Member, Part
+from ckptstore.manifest import AttemptId, Member
 from ckptstore.outcome import abandon_reason, abandoned, fenced
 from ckptstore.plan.save import PlannedChunk
 from ckptstore.replicaset import ReplicaSet
-from ckptstore.snapshot import StagedChunk, StagingArena, stage, whole_leaves
-from ckptstore.state import FlatState, Known, Structure, TensorLeaf, flatten
-from ckptstore.store.base import Store
-from ckptstore.tensor import Shard
-from ckptstore.writer import Baseline, PartWriter
+from ckptstore.snapshot import CopyPlan, Snapshot, SnapshotChunks, whole_leaves
+from ckptstore.staging import LIMIT_NBYTES_MIN, SPARE_BLOCKS, StagingMemory
+from ckptstore.state import Known, Structure, flatten
+from ckptstore.store.base import BLOCK_NBYTES, Store
+from ckptstore.tensor import Shard, itemsize
+from ckptstore.writer import PartWriter
 
 OUTCOME_GRACE_S = 30.0
+PREPARED_KEPT = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """What is made once of a structure, a plan and what of it is not copied."""
+
+    structure: Structure
+    plan: tuple[PlannedChunk, ...]
+    skip: frozenset[int]  # chunks
+    frame: TableFrame
+    copies: CopyPlan
+
+    @classmethod
+    def of(
+        cls, structure: Structure, plan: tuple[PlannedChunk, ...], frame: TableFrame, skip: frozenset[int]
+    ) -> Prepared:
+        images = make_images(frame.specs, frame.boxes, skip=skip)
+        copies = CopyPlan.of(structure, plan, images)
+        return cls(structure=structure, plan=plan, skip=skip, frame=frame, copies=copies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Staged:
-    """A state in host memory: the trainer may go on. `agreed` is None until layouts are exchanged."""
+    """A state on its way to host memory. `agreed` is None until layouts are exchanged: then whole leaves are copied."""
 
     attempt: AttemptId
-    flat: FlatState
-    structure: Structure
+    skeleton: Any
+    prepared: Prepared
     agreed: Agreed | None
-    chunks: tuple[StagedChunk, ...]
+    snapshot: Snapshot
     replicas: tuple[ReplicaSet, ...] | None
-    baseline: Baseline | None
 
 
 class Contributor:
-    """Stages and writes for one member of one incarnation. One attempt at a time."""
+    """Stages and writes for one member of one incarnation. Attempts are staged in order, and written in order."""
 
     def __init__(
         self,
@@ -63,6 +89,7 @@ class Contributor:
         size: int,
         committer: Committer | None,
         check_replicas: bool,
+        memory_budget: int | None = None,
     ) -> None:
         self.token = token
         self.member = member
@@ -71,32 +98,86 @@ class Contributor:
         self.size = size
         self.exchange = Exchange(run=token.run, member=member, size=size, store=store, journal=journal)
         self.committer = committer
-        self.writer = PartWriter(store=store, run=token.run, member=member)
+        budget = default_budget_nbytes() if memory_budget is None else memory_budget
+        self.memory = StagingMemory(max(budget, LIMIT_NBYTES_MIN) if memory_budget is None else budget)
+        self.writer = PartWriter(store=store, run=token.run, member=member, memory=self.memory)
+        self._helpers = ThreadPoolExecutor(1, thread_name_prefix=f"ckptstore-stage-{member.file}")
         self._digester = Digester(member.rank) if check_replicas else None
-        self._arena = StagingArena()
         self._known = Known()
+        self._prepared: list[Prepared] = []
         self._sharded: tuple[Structure, tuple[Shard, ...]] = (Structure((), (), (), ()), ())
 
     # -- on the caller's thread
 
-    def stage(self, attempt: AttemptId, state: Any, baseline: Baseline | None) -> Staged:
-        """Copy what this member will write; the caller may change its tensors as soon as this returns."""
+    def begin(
+        self, attempt: AttemptId, state: Any, baseline: Baseline | None, *, timeout_s: float
+    ) -> tuple[Staged, Sequence[Any]]:
+        """All of a save that comes before copying: values are captured now, tensors when they are staged.
+
+        The second is what `Staged.snapshot.stage` copies. BudgetExceededError: the first save of a structure on
+        several ranks must copy all that this one holds before it can write, and that is more than the budget.
+        """
         flat = flatten(state, role=self.member.role, rank=self.member.rank, known=self._known)
-        structure, leaves = flat.structure, flat.leaves
+        structure = flat.structure
         agreed = self.exchange.plans.find(structure)
         if agreed is None and self.size == 1:
             agreed = self.exchange.plan_alone(structure)
-        plan = agreed.chunks if agreed is not None else whole_leaves(leaves)
-        skip = _stored_frozen(leaves, plan, baseline, self.writer.rewrite_every) if agreed is not None else ()
+        if agreed is None:
+            prepared = self._prepare(structure, whole_leaves(structure), None)
+            self._check_budget(prepared.copies.nbytes)
+        else:
+            prepared = self._prepare(structure, agreed.chunks, baseline)
+        replicas: tuple[ReplicaSet, ...] | None = None
+        if self._digester is not None:
+            replicas = self._digester.take(flat.leaves, self._shards(structure)) if self.size > 1 else ()
         return Staged(
             attempt=attempt,
-            flat=flat,
-            structure=structure,
+            skeleton=flat.skeleton,
+            prepared=prepared,
             agreed=agreed,
-            chunks=stage(leaves, plan, self._arena, skip=skip),
-            replicas=None if self._digester is None else self._digester.take(leaves, self._shards(structure)),
-            baseline=baseline,
-        )
+            snapshot=Snapshot(prepared.copies, self.memory, timeout_s=timeout_s),
+            replicas=replicas,
+        ), flat.data
+
+    def stage(self, staged: Staged, data: Sequence[Any]) -> None:
+        """Copy what this member will write; the caller may change its tensors as soon as this returns."""
+        staged.snapshot.stage(data, self._helpers)
+
+    def stage_beside(self, staged: Staged, data: Sequence[Any]) -> Future[None]:
+        """As `stage`, in another thread."""
+        return self._helpers.submit(staged.snapshot.stage, data)
+
+    def close(self) -> None:
+        """End the thread that helps to copy, and give the memory of snapshots back."""
+        self._helpers.shutdown(wait=False)
+        self.memory.clear()
+
+    def _prepare(
+        self, structure: Structure, plan: tuple[PlannedChunk, ...], baseline: Baseline | None
+    ) -> Prepared:
+        same = [
+            known
+            for known in self._prepared
+            if (known.plan is plan or known.plan == plan) and known.structure == structure
+        ]
+        frame = same[0].frame if same else _frame(structure, plan)
+        skip = _stored_frozen(structure, plan, frame, baseline, self.writer.rewrite_every)
+        for known in same:
+            if known.skip == skip:
+                return known
+        made = Prepared.of(structure, plan, frame, skip)
+        self._prepared = [made, *self._prepared[: PREPARED_KEPT - 1]]
+        return made
+
+    def _check_budget(self, nbytes: int) -> None:
+        room = self.memory.limit_nbytes - SPARE_BLOCKS * BLOCK_NBYTES
+        if nbytes > room:
+            raise BudgetExceededError(
+                f"{self.member} must copy {nbytes} bytes before its ranks agree who writes what, and its memory budget "
+                f"leaves {room} for them: give memory_budget= at least {nbytes + SPARE_BLOCKS * BLOCK_NBYTES}",
+                needed_nbytes=nbytes,
+                budget_nbytes=self.memory.limit_nbytes,
+            )
 
     def _shards(self, structure: Structure) -> tuple[Shard, ...]:
         """The shards of the structure; those of the last one are kept, since making them costs more than a look."""
@@ -110,13 +191,16 @@ class Contributor:
         self,
         staged: Staged,
         *,
+        baseline: Baseline | None,
         policy_version: int | None,
         timeout_s: float,
         phase: Callable[[str], None],
         stop: Callable[[], bool],
         written: Callable[[], None],
-    ) -> Part:
+    ) -> Baseline:
         """Write the part (then call `written`) and return once the attempt is committed in the journal.
+
+        The result has the part's chunks, for the next save to refer to. The snapshot is given back in any case.
 
         Raises what `Committer.run` raises, FencedError, and TimeoutError while the attempt is still open.
         """
@@ -124,18 +208,19 @@ class Contributor:
         try:
             agreed = staged.agreed or self.exchange.plan(
                 attempt,
-                staged.structure,
+                staged.prepared.structure,
                 timeout_s=timeout_s,
                 stop=stop,
                 closed=lambda: self.await_outcome(attempt, 0.0, stop),
             )
+            source = _chunks(staged, agreed)
             part = self.writer.write(
                 attempt,
-                _planned(staged, agreed),
-                skeleton=staged.flat.skeleton,
+                source,
+                skeleton=staged.skeleton,
                 layout=agreed.layout,
                 policy_version=policy_version,
-                baseline=staged.baseline,
+                baseline=baseline,
                 replicas=staged.replicas,
                 phase=phase,
             )
@@ -143,6 +228,8 @@ class Contributor:
             self._distrust()
             self.give_up(attempt, error)
             raise
+        finally:
+            staged.snapshot.discard()
         written()
         try:
             if self.committer is not None:
@@ -153,7 +240,7 @@ class Contributor:
             self._distrust()  # perhaps the layouts were not the same: all ranks exchange them again
             raise
         phase("committed")
-        return part
+        return Baseline.of(attempt, part.table, part.segments, source.frame)
 
     def _distrust(self) -> None:
         self.exchange.plans.distrust()
@@ -202,23 +289,48 @@ class Contributor:
         )
 
 
-def _planned(staged: Staged, agreed: Agreed) -> Sequence[StagedChunk]:
-    """The planned chunks in staging memory: as staged, or cut out of whole leaves when the plan came later."""
+def _chunks(staged: Staged, agreed: Agreed) -> SnapshotChunks:
+    """The planned chunks in the snapshot: as staged, or cut out of whole leaves when the plan came later."""
+    prepared = staged.prepared
     if staged.agreed is not None:
-        return staged.chunks
-    return [staged.chunks[chunk.shard].slice(chunk.box) for chunk in agreed.chunks]
+        images, places = prepared.copies.images, prepared.copies.place
+        return SnapshotChunks(staged.snapshot, prepared.frame, images, places, in_place=True)
+    structure = prepared.structure
+    frame = _frame(structure, agreed.chunks)
+    places = tuple(
+        prepared.copies.place[chunk.shard] + _start_in(structure, chunk) for chunk in agreed.chunks
+    )
+    return SnapshotChunks(
+        staged.snapshot, frame, make_images(frame.specs, frame.boxes), places, in_place=False
+    )
+
+
+def _start_in(structure: Structure, chunk: PlannedChunk) -> int:
+    """Byte of its leaf at which a chunk begins."""
+    if not chunk.box.numel:
+        return 0
+    return chunk.box.start_in(structure.boxes[chunk.shard]) * itemsize(structure.specs[chunk.shard].dtype)
+
+
+def _frame(structure: Structure, plan: Sequence[PlannedChunk]) -> TableFrame:
+    return TableFrame.of([structure.specs[chunk.shard] for chunk in plan], [chunk.box for chunk in plan])
 
 
 def _stored_frozen(
-    leaves: Sequence[TensorLeaf], plan: Sequence[PlannedChunk], baseline: Baseline | None, rewrite_every: int
-) -> set[int]:
-    """Indices of frozen leaves whose planned chunks all lie in the baseline: they are neither copied nor read."""
-    if baseline is None:
-        return set()
-    frozen = {n for n, leaf in enumerate(leaves) if leaf.frozen}
-    for chunk in plan:
-        if chunk.shard in frozen:
-            found = baseline.find(leaves[chunk.shard].spec, chunk.box)
-            if found is None or not found.nbytes or found.reuses >= rewrite_every:
-                frozen.discard(chunk.shard)
-    return frozen
+    structure: Structure,
+    plan: Sequence[PlannedChunk],
+    frame: TableFrame,
+    baseline: Baseline | None,
+    rewrite_every: int,
+) -> frozenset[int]:
+    """Chunks of frozen leaves all of whose chunks lie in the baseline: they are neither copied nor read."""
+    if baseline is None or not any(structure.frozen):
+        return frozenset()
+    stored, rows = baseline.table, baseline.rows(frame)
+    frozen = [n for n, chunk in enumerate(plan) if structure.frozen[chunk.shard]]
+    missing = {
+        plan[n].shard
+        for n in frozen
+        if rows[n] < 0 or not stored.nbytes[rows[n]] or stored.reuses[rows[n]] >= rewrite_every
+    }
+    return frozenset(n for n in frozen if plan[n].shard not in missing)

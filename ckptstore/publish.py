@@ -103,15 +103,18 @@ class Publisher:
         tries = self._counts.get(number, 0)
         self._counts[number] = tries + 1
         attempt = AttemptId(fence=self._token.fence, step=number, number=tries, kind="p")
-        staged = self._contributor.stage(attempt, state, None)
+        staged, data = self._contributor.begin(attempt, state, None, timeout_s=self._timeout_s)
+        staging = self._contributor.stage_beside(staged, data)
         self._contributor.contribute(
             staged,
+            baseline=None,
             policy_version=number,
             timeout_s=self._timeout_s,
             phase=lambda name: None,
             stop=lambda: False,
             written=lambda: None,
         )
+        staging.result()
         for entry in reversed(self._journal.history.fold.publications):
             if entry.fence == self._token.fence and entry.number == number:
                 return entry.id
@@ -159,7 +162,8 @@ class Publisher:
         return self._journal.catch_up()
 
     def close(self) -> None:
-        """Nothing is in flight between calls; here so that it can be used with `with`."""
+        """Give the memory of snapshots back. Nothing is in flight between calls."""
+        self._contributor.close()
 
     def __enter__(self) -> Publisher:
         return self

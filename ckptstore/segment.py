@@ -9,7 +9,7 @@ docs/reference/format-v1.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from ckptstore.tensor import Box, Shape, TensorSpec, itemsize
 HEADER_ALIGN = 4096
 HEADER_NBYTES_MAX = 100_000_000  # what safetensors readers accept
 CHUNKS_MAX = 20_000
+_METADATA_NBYTES_MAX = 2048
+_OFFSETS_NBYTES_MAX = 64  # `:{`, `,"data_offsets":[`, two numbers of at most 12 digits, `]},`
 
 # safetensors 0.8; what it lacks (complex32, complex128) appears as U8.
 _CODES: Mapping[str, str] = {
@@ -45,15 +47,6 @@ _CODES: Mapping[str, str] = {
 _FP4 = "float4_e2m1fn_x2"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
-    """A segment's header: its bytes (the length prefix included) and where each chunk starts in the file."""
-
-    data: bytes
-    starts: tuple[int, ...]
-    nbytes: int  # of the whole segment
-
-
 def chunk_name(spec: TensorSpec, box: Box) -> str:
     """Name of a chunk in its segment: the tensor's without the role, and `@offset` when it is only a part."""
     name = spec.name.split("/", 1)[-1]
@@ -67,34 +60,67 @@ def order(specs: Sequence[TensorSpec]) -> list[int]:
     return sorted(range(len(specs)), key=lambda n: -itemsize(specs[n].dtype))
 
 
-def make_header(specs: Sequence[TensorSpec], boxes: Sequence[Box], metadata: Mapping[str, str]) -> Header:
-    """The header of raw chunks that lie in this order. InvalidInputError when there are too many."""
-    if len(specs) > CHUNKS_MAX:
-        raise InvalidInputError(
-            f"{len(specs)} chunks are too many for one segment: the limit is {CHUNKS_MAX}"
-        )
-    fields: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset, offsets = 0, []
-    for spec, box in zip(specs, boxes, strict=True):
-        nbytes = box.numel * itemsize(spec.dtype)
-        dtype, shape = _stored(spec.dtype, box.shape, nbytes)
-        name = chunk_name(spec, box)
-        if name in fields:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeaderTemplate:
+    """What is known of a segment's header before it is known which chunks it holds, and where.
+
+    `nbytes`, the length prefix included, is enough for every choice of its chunks: what is not used is spaces.
+    Made once a structure, since at 20,000 chunks JSON costs as much as copying a gigabyte.
+    """
+
+    names: tuple[str, ...]  # as JSON, one a chunk
+    kinds: tuple[str, ...]  # its dtype and shape as JSON
+    nbytes: int
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec], boxes: Sequence[Box]) -> HeaderTemplate:
+        """Of chunks in the order in which they may lie. InvalidInputError for too many."""
+        if len(specs) > CHUNKS_MAX:
             raise InvalidInputError(
-                f"two chunks of one segment are named {name}: {spec.name} {box}", name=name
+                f"{len(specs)} chunks are too many for one segment: the limit is {CHUNKS_MAX}"
             )
-        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
-        offsets.append(offset)
-        offset += nbytes
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    padded = -(-(8 + len(text)) // HEADER_ALIGN) * HEADER_ALIGN
-    if padded > HEADER_NBYTES_MAX:
-        raise InvalidInputError(
-            f"a segment header of {padded} bytes exceeds {HEADER_NBYTES_MAX}: use shorter tensor names",
-            nbytes=padded,
-        )
-    data = (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8)
-    return Header(data=data, starts=tuple(padded + at for at in offsets), nbytes=padded + offset)
+        names, kinds, nbytes = list[str](), list[str](), _METADATA_NBYTES_MAX
+        for spec, box in zip(specs, boxes, strict=True):
+            size = box.numel * itemsize(spec.dtype)
+            dtype, shape = _stored(spec.dtype, box.shape, size)
+            names.append(json.dumps(chunk_name(spec, box)))
+            kinds.append(f'"dtype":"{dtype}","shape":[{",".join(map(str, shape))}]')
+            nbytes += len(names[-1]) + max(len(kinds[-1]), len(_bytes_kind(size))) + _OFFSETS_NBYTES_MAX
+        return cls(names=tuple(names), kinds=tuple(kinds), nbytes=-(-nbytes // HEADER_ALIGN) * HEADER_ALIGN)
+
+    def fill(
+        self,
+        chunks: Sequence[int],
+        sizes: Sequence[int],
+        metadata: Mapping[str, str],
+        *,
+        encoded: Collection[int] = (),
+    ) -> bytes:
+        """The header of these chunks, end to end, with these sizes in bytes; those in `encoded` are plain bytes.
+
+        InvalidInputError for two chunks of one name, and for names that are too long.
+        """
+        names = [self.names[chunk] for chunk in chunks]
+        if len(set(names)) < len(names):
+            twice = next(name for n, name in enumerate(names) if name in names[:n])
+            raise InvalidInputError(f"two chunks of one segment are named {twice}", name=twice)
+        at, texts = 0, [f'{{"__metadata__":{json.dumps(dict(metadata), separators=(",", ":"))}']
+        for chunk, size in zip(chunks, sizes, strict=True):
+            kind = _bytes_kind(size) if chunk in encoded else self.kinds[chunk]
+            texts.append(f'{self.names[chunk]}:{{{kind},"data_offsets":[{at},{at + size}]}}')
+            at += size
+        data = (",".join(texts) + "}").encode()
+        room = self.nbytes - 8
+        if len(data) > room or room > HEADER_NBYTES_MAX:
+            raise InvalidInputError(
+                f"the names of {len(chunks)} chunks need a header of {len(data)} bytes, where {room} were kept and "
+                f"{HEADER_NBYTES_MAX} are the limit: shorten the names"
+            )
+        return room.to_bytes(8, "little") + data.ljust(room)
+
+
+def _bytes_kind(nbytes: int) -> str:
+    return f'"dtype":"U8","shape":[{nbytes}]'
 
 
 def _stored(dtype: str, shape: Shape, nbytes: int) -> tuple[str, Shape]:

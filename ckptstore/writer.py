@@ -1,55 +1,66 @@
 """Write one member's part: checksum, reuse what is unchanged, segments, then the part.
 
 Each object is durable before the next begins: whatever is visible is whole (docs/reference/format-v1.md,
-order of writes). A chunk is reused only from a checkpoint that was seen committed, by tensor, box and
-digest (protocol R16).
+order of writes). Chunks are taken as they are staged, and a block is on its way while the next is checksummed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from threading import BoundedSemaphore
+from typing import Any, Final, Protocol
 
-import numpy as np
 import xxhash
 
-from ckptstore.chunktable import ChunkTable, make_table
+from ckptstore.baseline import Baseline
+from ckptstore.chunktable import ChunkTable, TableFrame
 from ckptstore.errors import (
     AlreadyExistsError,
-    InternalError,
+    IncompleteSaveError,
     NotFoundError,
     OutcomeUnknownError,
     StoreUnavailableError,
 )
+from ckptstore.image import Image
 from ckptstore.journal import new_id
 from ckptstore.manifest import AttemptId, Member, Part, SegmentRef, part_key, segment_key
 from ckptstore.replicaset import ReplicaSet
-from ckptstore.segment import CHUNKS_MAX, make_header, order
-from ckptstore.snapshot import StagedChunk
+from ckptstore.snapshot import Piece
+from ckptstore.staging import LIMIT_NBYTES_MIN, StagingMemory
 from ckptstore.store.base import Buffer, Store
+from ckptstore.stream import SegmentStream, finish_own
 from ckptstore.tablefile import decode_part, encode_part
-from ckptstore.tensor import Box, TensorSpec
 from ckptstore.wire import digest_of
 
-SEGMENT_NBYTES = 2 << 30
-REWRITE_EVERY = 100
-CREATE_TRIES = 8
+REWRITE_EVERY: Final = 100
+CREATE_TRIES: Final = 8
+WRITERS: Final = 4  # threads; one alone leaves the device idle between its calls
+UNDER_WAY: Final = 6  # blocks
 
 Phase = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One chunk of the part: where it lies, by whom it was written."""
+class ChunkSource(Protocol):
+    """The chunks of one part, in the order of `frame`, and the images of the segments that they may make.
 
-    spec: TensorSpec
-    box: Box
-    segment: str
-    start: int
-    nbytes: int
-    digest: bytes
-    reuses: int
+    Chunks in `skipped` were not staged: the caller has promised that they are stored already.
+    """
+
+    @property
+    def frame(self) -> TableFrame: ...
+    @property
+    def images(self) -> tuple[Image, ...]: ...
+    @property
+    def skipped(self) -> Collection[int]: ...
+
+    def pieces(self, chunk: int) -> Sequence[Piece]:
+        """The chunk's bytes, once they are staged; raises what staging failed of."""
+
+    def passed(self, chunk: int) -> None:
+        """The writer has done with the chunk, or holds the blocks that it still needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,69 +68,47 @@ class StoredChunks:
     """The chunks of a part that is yet to be written: where they lie, and which were already stored."""
 
     planned: int
-    reused: Sequence[Row]
-    written: Sequence[Row]
-    segments: Sequence[SegmentRef]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
-    """Chunks of the newest checkpoint that this member has seen committed and good."""
-
-    id: AttemptId
     table: ChunkTable
-    segments: Mapping[str, SegmentRef]
-    numbers: Mapping[str, int]
-    bounds: Sequence[int]  # rows of tensor n are bounds[n] to bounds[n + 1]
+    frame: TableFrame
+    segments: Sequence[SegmentRef]  # written
+    nbytes_written: int
+    nbytes_reused: int
 
-    @classmethod
-    def of(cls, id: AttemptId, table: ChunkTable, segments: Sequence[SegmentRef]) -> Baseline:
-        return cls(
-            id=id,
-            table=table,
-            segments={ref.key: ref for ref in segments},
-            numbers={spec.name: n for n, spec in enumerate(table.tensors)},
-            bounds=np.searchsorted(table.tensor, np.arange(len(table.tensors) + 1, dtype=np.int32)).tolist(),
-        )
 
-    def find(self, spec: TensorSpec, box: Box) -> Row | None:
-        """The stored chunk of exactly this tensor and box, or None."""
-        number = self.numbers.get(spec.name)
-        if number is None or self.table.tensors[number] != spec:
-            return None
-        low, high = self.bounds[number], self.bounds[number + 1]
-        ndim = len(spec.shape)
-        same = (self.table.offset[low:high, :ndim] == box.offset).all(axis=1)
-        same &= (self.table.shape[low:high, :ndim] == box.shape).all(axis=1)
-        hits = np.flatnonzero(same)
-        if not len(hits):
-            return None
-        row = low + int(hits[0])
-        return Row(
-            spec=spec,
-            box=box,
-            segment=self.table.segments[int(self.table.segment[row])],
-            start=int(self.table.start[row]),
-            nbytes=int(self.table.nbytes[row]),
-            digest=self.table.digest[row].tobytes(),
-            reuses=int(self.table.reuses[row]),
-        )
+class _Columns:
+    """The rows of a part as they come to be known, one a chunk."""
+
+    def __init__(self, count: int) -> None:
+        self.segments = [""] * count
+        self.starts = [0] * count
+        self.nbytes = [0] * count
+        self.digests = [b""] * count
+        self.reuses = [0] * count
+
+    def reuse(self, chunk: int, stored: ChunkTable, row: int) -> int:
+        """The chunk lies where `row` of an earlier table says; its bytes there."""
+        self.segments[chunk] = stored.segments[int(stored.segment[row])]
+        self.starts[chunk] = int(stored.start[row])
+        self.nbytes[chunk] = int(stored.nbytes[row])
+        self.digests[chunk] = stored.digest[row].tobytes()
+        self.reuses[chunk] = int(stored.reuses[row]) + 1
+        return self.nbytes[chunk]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartWriter:
-    """Writes the parts of one member. Stateless; the store and the run are those of the incarnation."""
+    """Writes the parts of one member. Stateless but for `memory`, whose spare blocks it packs segments in."""
 
     store: Store
     run: str
     member: Member
-    segment_nbytes: int = SEGMENT_NBYTES
+    memory: StagingMemory = field(default_factory=lambda: StagingMemory(LIMIT_NBYTES_MIN))
     rewrite_every: int = REWRITE_EVERY
 
     def write(
         self,
         attempt: AttemptId,
-        chunks: Sequence[StagedChunk],
+        source: ChunkSource,
         *,
         skeleton: Any,
         layout: str,
@@ -132,7 +121,7 @@ class PartWriter:
 
         AlreadyExistsError: another life of this member wrote its part of this attempt.
         """
-        stored = self.write_chunks(attempt, chunks, baseline)
+        stored = self.write_chunks(attempt, source, baseline)
         phase("segments_written")
         part = self.write_part(
             attempt,
@@ -147,12 +136,27 @@ class PartWriter:
         return part
 
     def write_chunks(
-        self, attempt: AttemptId, chunks: Sequence[StagedChunk], baseline: Baseline | None
+        self, attempt: AttemptId, source: ChunkSource, baseline: Baseline | None
     ) -> StoredChunks:
         """Everything of the part but the part itself: its segments, durable on return."""
-        reused, fresh = self._reuse(chunks, baseline)
-        written, segments = self._segments(attempt, fresh)
-        return StoredChunks(planned=len(chunks), reused=reused, written=written, segments=segments)
+        writing = _Writing(self, attempt, source, baseline)
+        segments = writing.run()
+        columns, frame = writing.columns, source.frame
+        table = frame.table(
+            segments=columns.segments,
+            starts=columns.starts,
+            nbytes=columns.nbytes,
+            digests=columns.digests,
+            reuses=columns.reuses,
+        )
+        return StoredChunks(
+            planned=len(frame.specs),
+            table=table,
+            frame=frame,
+            segments=segments,
+            nbytes_written=writing.nbytes_written,
+            nbytes_reused=writing.nbytes_reused,
+        )
 
     def write_part(
         self,
@@ -166,7 +170,8 @@ class PartWriter:
         replicas: tuple[ReplicaSet, ...] | None = None,
     ) -> Part:
         """The part over what `write_chunks` stored by the same baseline; durable on return. Raises as `write`."""
-        reused = sorted({row.segment for row in stored.reused})
+        mine = {ref.key for ref in stored.segments}
+        reused = sorted(set(stored.table.segments) - mine)
         known = baseline.segments if baseline is not None else {}
         part = Part(
             run=self.run,
@@ -179,10 +184,10 @@ class PartWriter:
             segments=(*stored.segments, *(known[key] for key in reused)),
             witnesses={key: str(baseline.id) for key in reused} if baseline is not None else {},
             state=skeleton,
-            nbytes_written=sum(row.nbytes for row in stored.written),
-            nbytes_reused=sum(row.nbytes for row in stored.reused),
+            nbytes_written=stored.nbytes_written,
+            nbytes_reused=stored.nbytes_reused,
             refused=None,
-            table=_table([*stored.reused, *stored.written]),
+            table=stored.table,
             replicas=replicas,
         )
         self._create_part(part)
@@ -205,94 +210,9 @@ class PartWriter:
                 nbytes_written=0,
                 nbytes_reused=0,
                 refused=reason[:1000],
-                table=_table([]),
+                table=_NO_FRAME.table(segments=(), starts=(), nbytes=(), digests=(), reuses=()),
             )
         )
-
-    # -- steps
-
-    def _reuse(
-        self, chunks: Sequence[StagedChunk], baseline: Baseline | None
-    ) -> tuple[list[Row], list[tuple[StagedChunk, bytes]]]:
-        rows, fresh = [], []
-        for chunk in chunks:
-            found = baseline.find(chunk.spec, chunk.box) if baseline is not None else None
-            if chunk.data is None:
-                if found is None:
-                    raise InternalError(
-                        f"{chunk.spec.name} {chunk.box} is frozen, was not staged and is not stored"
-                    )
-                digest = found.digest
-            else:
-                digest = xxhash.xxh3_128_digest(chunk.data.data)
-            keep = (
-                found is not None
-                and found.digest == digest
-                and found.nbytes == chunk.nbytes
-                and found.nbytes > 0
-            )
-            if found is not None and keep and (chunk.data is None or found.reuses < self.rewrite_every):
-                rows.append(
-                    Row(
-                        spec=found.spec,
-                        box=found.box,
-                        segment=found.segment,
-                        start=found.start,
-                        nbytes=found.nbytes,
-                        digest=digest,
-                        reuses=found.reuses + 1,
-                    )
-                )
-            else:
-                fresh.append((chunk, digest))
-        return rows, fresh
-
-    def _segments(
-        self, attempt: AttemptId, fresh: Sequence[tuple[StagedChunk, bytes]]
-    ) -> tuple[list[Row], list[SegmentRef]]:
-        rows: list[Row] = []
-        refs: list[SegmentRef] = []
-        writer = new_id()
-        for number, group in enumerate(self._groups(fresh)):
-            specs = [chunk.spec for chunk, _ in group]
-            placed = [group[n] for n in order(specs)]
-            key = segment_key(attempt, self.member, writer, number)
-            header = make_header(
-                [chunk.spec for chunk, _ in placed],
-                [chunk.box for chunk, _ in placed],
-                {
-                    "format": "ckptstore/1",
-                    "run": self.run,
-                    "attempt": str(attempt),
-                    "member": str(self.member),
-                },
-            )
-            create_own(self.store, key, [header.data, *(c.data for c, _ in placed if c.data is not None)])
-            refs.append(SegmentRef(key=key, nbytes=header.nbytes, header=digest_of(header.data)))
-            for (chunk, digest), start in zip(placed, header.starts, strict=True):
-                rows.append(
-                    Row(
-                        spec=chunk.spec,
-                        box=chunk.box,
-                        segment=key,
-                        start=start,
-                        nbytes=chunk.nbytes,
-                        digest=digest,
-                        reuses=0,
-                    )
-                )
-        return rows, refs
-
-    def _groups(self, fresh: Sequence[tuple[StagedChunk, bytes]]) -> list[list[tuple[StagedChunk, bytes]]]:
-        groups: list[list[tuple[StagedChunk, bytes]]] = []
-        nbytes = 0
-        for item in fresh:
-            if not groups or len(groups[-1]) >= CHUNKS_MAX or nbytes + item[0].nbytes > self.segment_nbytes:
-                groups.append([])
-                nbytes = 0
-            groups[-1].append(item)
-            nbytes += item[0].nbytes
-        return groups
 
     def _create_part(self, part: Part) -> None:
         key = part_key(part.id, part.member)
@@ -305,6 +225,126 @@ class PartWriter:
                 f"a duplicate, exit",
                 key=key,
             )
+
+
+_NO_FRAME = TableFrame.of((), ())
+
+
+class _Writing:
+    """One call of `write_chunks`: each chunk in the order of its image, checksummed, then reused or appended."""
+
+    def __init__(
+        self, writer: PartWriter, attempt: AttemptId, source: ChunkSource, baseline: Baseline | None
+    ) -> None:
+        self.writer = writer
+        self.attempt = attempt
+        self.source = source
+        self.stored = baseline.table if baseline is not None else None
+        self.known = baseline.rows(source.frame) if baseline is not None else [-1] * len(source.frame.specs)
+        self.columns = _Columns(len(source.frame.specs))
+        self.nbytes_written = self.nbytes_reused = 0
+        self.under_way = BoundedSemaphore(UNDER_WAY)
+
+    def run(self) -> list[SegmentRef]:
+        for chunk in self.source.skipped:
+            self._reuse_skipped(chunk)
+        name, finishing = new_id(), list[Future[SegmentRef]]()
+        # The threads end before the streams close: nobody writes from memory that was given back.
+        with (
+            ExitStack() as streams,
+            ThreadPoolExecutor(WRITERS, thread_name_prefix="ckptstore-write") as writers,
+        ):
+            for image in self.source.images:
+                key = segment_key(self.attempt, self.writer.member, name, len(finishing))
+                found = self._segment(key, image, writers, streams)
+                if found is not None:
+                    finishing.append(found)
+            return [each.result() for each in finishing]
+
+    def _reuse_skipped(self, chunk: int) -> None:
+        row = self.known[chunk]
+        if row < 0 or self.stored is None:
+            spec, box = self.source.frame.specs[chunk], self.source.frame.boxes[chunk]
+            raise IncompleteSaveError(
+                f"save of step {self.attempt.step}: {spec.name} {box} is frozen and was not staged, since the "
+                f"checkpoint before had it, and that failed: save again",
+                step=self.attempt.step,
+                missing=(),
+                reason="frozen, and not stored after all",
+            )
+        self.nbytes_reused += self.columns.reuse(chunk, self.stored, row)
+
+    def _segment(
+        self, key: str, image: Image, writers: ThreadPoolExecutor, streams: ExitStack
+    ) -> Future[SegmentRef] | None:
+        """Write one image's chunks under `key`; None if all of them are stored already."""
+        stream: SegmentStream | None = None
+        fresh, columns = list[int](), self.columns
+        for place, chunk in enumerate(image.chunks):
+            pieces = self.source.pieces(chunk)
+            digest, size = digest_of_pieces(pieces), image.sizes[place]
+            if self._is_stored(chunk, digest, size):
+                self.nbytes_reused += size
+                self.source.passed(chunk)
+                continue
+            if stream is None:
+                stream = streams.enter_context(self._stream(key, image, writers))
+            columns.segments[chunk], columns.starts[chunk] = key, stream.nbytes
+            columns.nbytes[chunk], columns.digests[chunk] = size, digest
+            self.nbytes_written += size
+            fresh.append(place)
+            for piece in pieces:
+                stream.append(piece)
+            self.source.passed(chunk)
+        if stream is None:
+            return None
+        header = image.header.fill(fresh, [image.sizes[place] for place in fresh], self._metadata())
+        return writers.submit(_finish, stream, header)
+
+    def _is_stored(self, chunk: int, digest: bytes, size: int) -> bool:
+        """Refer to the baseline's chunk if it has the same bytes and was not referred to for too long."""
+        row, stored = self.known[chunk], self.stored
+        if row < 0 or stored is None or not size:
+            return False
+        same = stored.digest[row].tobytes() == digest and int(stored.nbytes[row]) == size
+        if not same or int(stored.reuses[row]) >= self.writer.rewrite_every:
+            return False
+        self.columns.reuse(chunk, stored, row)
+        return True
+
+    def _stream(self, key: str, image: Image, writers: ThreadPoolExecutor) -> SegmentStream:
+        return SegmentStream(
+            self.writer.store,
+            key,
+            header_nbytes=image.header.nbytes,
+            nbytes_max=image.nbytes,
+            memory=self.writer.memory,
+            writers=writers,
+            under_way=self.under_way,
+        )
+
+    def _metadata(self) -> dict[str, str]:
+        return {
+            "format": "ckptstore/1",
+            "run": self.writer.run,
+            "attempt": str(self.attempt),
+            "member": str(self.writer.member),
+        }
+
+
+def _finish(stream: SegmentStream, header: bytes) -> SegmentRef:
+    stream.finish(header)
+    return SegmentRef(key=stream.key, nbytes=stream.nbytes, header=digest_of(header))
+
+
+def digest_of_pieces(pieces: Sequence[Piece]) -> bytes:
+    """XXH3-128 of the bytes end to end."""
+    if len(pieces) == 1:
+        return xxhash.xxh3_128_digest(pieces[0].data.data)
+    hasher = xxhash.xxh3_128()
+    for piece in pieces:
+        hasher.update(piece.data.data)
+    return hasher.digest()
 
 
 def create_contended(store: Store, key: str, data: bytes) -> bytes:
@@ -341,28 +381,4 @@ def read_if_there(store: Store, key: str) -> bytes | None:
 
 def create_own(store: Store, key: str, data: Buffer | Sequence[Buffer]) -> None:
     """Create a key that holds a random id of its writer: nobody else wants it, so a lost reply is tried again."""
-    for _ in range(CREATE_TRIES):
-        try:
-            store.create(key, data)
-            return
-        except OutcomeUnknownError:
-            continue
-        except AlreadyExistsError:
-            # Only an earlier try of ours can have made it, and objects are made all or nothing.
-            store.settle([key])
-            return
-    raise OutcomeUnknownError(
-        f"{key} could not be created in {CREATE_TRIES} tries: try the save again", key=key
-    )
-
-
-def _table(rows: Sequence[Row]) -> ChunkTable:
-    return make_table(
-        specs=[row.spec for row in rows],
-        boxes=[row.box for row in rows],
-        segments=[row.segment for row in rows],
-        starts=[row.start for row in rows],
-        nbytes=[row.nbytes for row in rows],
-        digests=[row.digest for row in rows],
-        reuses=[row.reuses for row in rows],
-    )
+    finish_own(store, key, lambda: store.create(key, data))

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckptstore.agreement import join_ledgers
-from ckptstore.checkpointer import Checkpointer, SaveHandle
+from ckptstore.checkpointer import Checkpointer
 from ckptstore.clock import Clock, SystemClock
 from ckptstore.demo.chaos import Outside
 from ckptstore.demo.config import DemoConfig
@@ -33,6 +33,7 @@ from ckptstore.recovery import machine
 from ckptstore.recovery.coordinator import Mission
 from ckptstore.recovery.launcher import Launcher
 from ckptstore.recovery.machine import Action, Event
+from ckptstore.savehandle import SaveHandle
 
 TRAINER, LOOP, ROLLOUT = "trainer", "loop", "rollout"
 MEET_S, LEAVE_S, RESTORE_S, STEP_S, COMMIT_S = 60.0, 120.0, 600.0, 180.0, 180.0

@@ -20,9 +20,18 @@ from ckptstore.interop.dcp_names import is_terminal, tags_in
 from ckptstore.interop.torch_tensor import byte_view, check_dense, copy_to_bytes, dtype_name
 from ckptstore.plan.save import CHUNK_NBYTES
 from ckptstore.skeleton import WRAPPERS, escape
-from ckptstore.snapshot import StagedChunk, copy_box
+from ckptstore.snapshot import Bytes, copy_range
 from ckptstore.state import TensorLeaf, flatten
 from ckptstore.tensor import Box, TensorSpec, halve, itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemChunk:
+    """One box of one tensor in host memory, row-major."""
+
+    spec: TensorSpec
+    box: Box
+    data: Bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +39,12 @@ class Item:
     """One item of a plan, resolved. `value` holds the skeleton of a value under "value"; None for a tensor."""
 
     index: md.MetadataIndex
-    chunks: tuple[StagedChunk, ...]
+    chunks: tuple[ItemChunk, ...]
     value: dict[str, Any] | None
 
     @property
     def nbytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self.chunks)
+        return sum(chunk.data.nbytes for chunk in self.chunks)
 
 
 def resolve(plan: pl.SavePlan, planner: pl.SavePlanner, *, role: str, rank: int) -> list[Item]:
@@ -73,19 +82,21 @@ def _tensor(item: pl.WriteItem, planner: pl.SavePlanner, *, role: str) -> Item:
     return Item(index=item.index, chunks=tuple(_chunks(spec, box, tensor)), value=None)
 
 
-def _chunks(spec: TensorSpec, box: Box, tensor: torch.Tensor) -> Iterator[StagedChunk]:
+def _chunks(spec: TensorSpec, box: Box, tensor: torch.Tensor) -> Iterator[ItemChunk]:
     if not box.numel and (spec.numel or any(box.offset)):
         return  # an empty shard; of a tensor without elements one chunk is kept, so that it is known
     data = byte_view(tensor)
     if data is None:
         data = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
         copy_to_bytes(tensor, data)
-    yield from _cut(StagedChunk(spec=spec, box=box, data=data, frozen=False))
+    yield from _cut(spec, box, data)
 
 
-def _cut(whole: StagedChunk) -> Iterator[StagedChunk]:
-    for box in halve(whole.box, max(1, CHUNK_NBYTES // itemsize(whole.spec.dtype))):
-        yield whole.slice(box)
+def _cut(spec: TensorSpec, whole: Box, data: Bytes) -> Iterator[ItemChunk]:
+    size = itemsize(spec.dtype)
+    for box in halve(whole, max(1, CHUNK_NBYTES // size)):
+        start = box.start_in(whole) * size if box.numel else 0
+        yield ItemChunk(spec=spec, box=box, data=data[start : start + box.numel * size])
 
 
 def _value(item: pl.WriteItem, planner: pl.SavePlanner, *, role: str, rank: int) -> Item:
@@ -114,7 +125,7 @@ def _value(item: pl.WriteItem, planner: pl.SavePlanner, *, role: str, rank: int)
     return Item(index=item.index, chunks=chunks, value={"value": node})
 
 
-def _leaf_chunks(leaf: TensorLeaf) -> Iterator[StagedChunk]:
+def _leaf_chunks(leaf: TensorLeaf) -> Iterator[ItemChunk]:
     data = np.empty(leaf.nbytes, np.uint8)
-    copy_box(leaf, leaf.box, data)
-    yield from _cut(StagedChunk(spec=leaf.spec, box=leaf.box, data=data, frozen=False))
+    copy_range(leaf.data, leaf.box.shape, 0, data)
+    yield from _cut(leaf.spec, leaf.box, data)

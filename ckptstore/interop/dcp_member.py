@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptstore.baseline import Baseline
 from ckptstore.claim import claim
 from ckptstore.clock import SystemClock
 from ckptstore.commit import Committer
@@ -29,8 +30,9 @@ from ckptstore.interop.dcp_names import dcp_layout
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, Member, Part
 from ckptstore.outcome import abandon_reason, fenced
+from ckptstore.snapshot import ListedChunks
 from ckptstore.store.base import Store
-from ckptstore.writer import Baseline, PartWriter, StoredChunks
+from ckptstore.writer import PartWriter, StoredChunks
 
 _arrived: dict[tuple[str, str, int], Ticket] = {}
 _arrived_lock = threading.Lock()
@@ -129,7 +131,8 @@ class DcpMember:
             committed = history.is_committed(last.id)
             self._baseline = Baseline.of(last.id, last.table, last.segments) if committed else None
         chunks = [chunk for item in items for chunk in item.chunks]
-        self._stored = self._writer.write_chunks(attempt, chunks, self._baseline)
+        listed = ListedChunks([c.spec for c in chunks], [c.box for c in chunks], [c.data for c in chunks])
+        self._stored = self._writer.write_chunks(attempt, listed, self._baseline)
 
     def write_part(self, attempt: AttemptId, skeleton: Any) -> None:
         """The part over the chunks that were written, durable on return."""

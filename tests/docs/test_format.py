@@ -169,12 +169,13 @@ def test_the_dtypes_are_those_on_the_page() -> None:
     assert {name: int(size) for name, size, _ in rows} == dict(DTYPES)
     for name, _, code in rows:
         spec = TensorSpec(name="trainer/t", dtype=name, shape=(2, 4))
-        header = segment.make_header([spec], [Box.whole((2, 4))], {})
-        told = segment.parse_header(header.data, "a header")["t"]
+        template = segment.HeaderTemplate.of([spec], [Box.whole((2, 4))])
+        header = template.fill([0], [8 * DTYPES[name]], {})
+        told = segment.parse_header(header, "a header")["t"]
         assert told["dtype"] == code
         as_bytes = code == "U8" and name != "uint8"
         assert told["shape"] == ([2, 8] if code == "F4" else [8 * DTYPES[name]] if as_bytes else [2, 4])
-        assert len(header.data) % 4096 == 0
+        assert len(header) == template.nbytes and len(header) % 4096 == 0
 
 
 def test_the_tags_are_those_on_the_page() -> None:

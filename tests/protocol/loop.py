@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 
-from ckptstore import catalog, commit, exchange, incarnation, index, journal, snapshot, writer
+from ckptstore import catalog, commit, exchange, incarnation, index, journal, writer
 from ckptstore.checkpointer import Checkpointer, SaveHandle
 from ckptstore.commit import Committer
 from ckptstore.errors import (
@@ -92,7 +92,6 @@ def quick() -> Iterator[None]:
             (index, "encode_index", tables.encode_index),
             (index, "decode_index", lambda data, what, read: tables.decode(data, what)),
             (incarnation, "probe", lambda store: None),
-            (snapshot, "_PAGE", 4096),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield

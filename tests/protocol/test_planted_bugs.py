@@ -7,17 +7,19 @@ too weak to prove anything about that rule.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ckptstore import agreement, checkpointer, commit, contribution, incarnation, index, journal, writer
-from ckptstore.chunktable import ChunkTable
+from ckptstore import agreement, checkpointer, commit, incarnation, index, journal, writer
+from ckptstore.chunktable import ChunkTable, TableFrame
 from ckptstore.errors import AlreadyExistsError, InconsistentCutError
 from ckptstore.history import Fold, History
 from ckptstore.testing.simulated import NO_CHANCES, SimulatedStore
+from tests.aliasing import alias_instead_of_copying
 from tests.protocol.ledger_loop import train_each_once
 from tests.protocol.loop import BrokenPromiseError, Loop, play, quick
 from tests.protocol.planting import plant
@@ -164,19 +166,7 @@ def index_key_by_attempt(patch: pytest.MonkeyPatch) -> None:
 
 
 def staged_without_copy(patch: pytest.MonkeyPatch) -> None:
-    def alias(leaves: Any, plan: Any, arena: Any, *, skip: Any = ()) -> Any:
-        return tuple(
-            real_chunk(
-                spec=leaves[c.shard].spec,
-                box=c.box,
-                data=leaves[c.shard].data.reshape(-1).view("u1"),
-                frozen=False,
-            )
-            for c in plan
-        )
-
-    real_chunk = contribution.StagedChunk
-    patch.setattr(contribution, "stage", alias)
+    alias_instead_of_copying(patch)
 
 
 # -- content
@@ -193,27 +183,42 @@ def chunk_dropped(patch: pytest.MonkeyPatch) -> None:
 
 
 def half_a_chunk(patch: pytest.MonkeyPatch) -> None:
-    real = writer._table
+    real = TableFrame.table
 
-    def lossy(rows: Sequence[writer.Row]) -> ChunkTable:
-        if not rows:
-            return real(rows)
-        last = rows[-1]
-        box = replace(last.box, shape=(last.box.shape[0] // 2, *last.box.shape[1:]))
-        return real([*rows[:-1], replace(last, box=box, nbytes=last.nbytes // last.box.numel * box.numel)])
+    def lossy(self: TableFrame, **columns: Any) -> ChunkTable:
+        table = real(self, **columns)
+        if not len(table):
+            return table
+        last = np.arange(len(table)) == len(table) - 1
+        rows = table.shape[:, 0]
+        return replace(
+            table,
+            shape=np.column_stack([np.where(last, rows // 2, rows), table.shape[:, 1:]]),
+            nbytes=np.where(last, table.nbytes // np.maximum(rows, 1) * (rows // 2), table.nbytes),
+        )
 
-    patch.setattr(writer, "_table", lossy)
+    patch.setattr(TableFrame, "table", lossy)
 
 
 def whole_chunk(patch: pytest.MonkeyPatch) -> None:
-    real = writer._table
-    patch.setattr(writer, "_table", lambda rows: real(rows[:-1]))
+    real = TableFrame.table
+
+    def lossy(self: TableFrame, **columns: Any) -> ChunkTable:
+        table = real(self, **columns)
+        return table.take(np.arange(max(len(table) - 1, 0)))
+
+    patch.setattr(TableFrame, "table", lossy)
 
 
 def whole_tensor(patch: pytest.MonkeyPatch) -> None:
     """Lost before it was counted, so that neither the count nor the coverage of what is left tells."""
     whole_chunk(patch)
-    plant(patch, writer.PartWriter, "write_chunks", ("planned=len(chunks)", "planned=len(chunks) - 1"))
+    plant(
+        patch,
+        writer.PartWriter,
+        "write_chunks",
+        ("planned=len(frame.specs)", "planned=len(frame.specs) - 1"),
+    )
 
 
 # Each with what is said of the first history that it breaks: caught, and for the reason it was planted.

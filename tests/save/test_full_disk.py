@@ -17,13 +17,15 @@ from tests.save.runs import WAIT_S, bits, save_all
 
 
 class Disk:
-    """Lets `os.writev` fail half-way for files in folders whose path has `full` in it."""
+    """Lets `os.writev` fail half-way, and `os.pwritev` at once, for files in folders whose path has `full` in it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full: str | None = None
         self.failed = 0
         self._writev = os.writev
+        self._pwritev = os.pwritev
         monkeypatch.setattr(os, "writev", self.writev)
+        monkeypatch.setattr(os, "pwritev", self.pwritev)
 
     def writev(self, fd: int, views: Any) -> int:
         path = os.readlink(f"/proc/self/fd/{fd}")
@@ -32,6 +34,13 @@ class Disk:
         self.failed += 1
         if os.fstat(fd).st_size == 0 and len(views[0]) > 1:
             return self._writev(fd, [views[0][: len(views[0]) // 2]])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def pwritev(self, fd: int, views: Any, start: int) -> int:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if self.full is None or self.full not in path:
+            return self._pwritev(fd, views, start)
+        self.failed += 1
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -71,19 +72,23 @@ def test_written_returns_while_other_members_are_missing() -> None:
         assert handle.result(WAIT_S).step == 2
 
 
-def test_a_second_save_waits_for_the_one_in_flight(inc: Any) -> None:
+def test_a_third_save_waits_while_two_are_in_flight(inc: Any) -> None:
     gate = Gate("segments_written")
     ckpt = Checkpointer(inc, role="trainer", rank=0, on_phase=gate)
     first = ckpt.save(1, {"w": torch.ones(2)})
     assert gate.reached.wait(WAIT_S)
-    second: list[Any] = []
-    thread = threading.Thread(target=lambda: second.append(ckpt.save(2, {"w": torch.zeros(2)})))
+    w = torch.zeros(2)
+    second = ckpt.save(2, {"w": w})
+    w.fill_(9)
+    third: list[Any] = []
+    thread = threading.Thread(target=lambda: third.append(ckpt.save(3, {"w": torch.full((2,), 3.0)})))
     thread.start()
-    assert not first.done() and not second
+    assert not first.done() and not second.done() and not third
     gate.open.set()
     thread.join(WAIT_S)
-    assert first.done() and second[0].result(WAIT_S).step == 2
-    assert ckptstore.open(inc.url).read(1)["w"].tolist() == [1, 1]
+    assert first.done() and second.result(WAIT_S).step == 2 and third[0].result(WAIT_S).step == 3
+    run = ckptstore.open(inc.url)
+    assert [run.read(step)["w"].tolist() for step in (1, 2, 3)] == [[1, 1], [0, 0], [3, 3]]
     ckpt.close(WAIT_S)
 
 
@@ -133,7 +138,7 @@ def test_a_failure_is_told_once(inc: Any, told_by: str) -> None:
     acts = {
         "result": lambda: handle.result(WAIT_S),
         "written": lambda: handle.written(WAIT_S),
-        "save": lambda: ckpt.save(2, state),
+        "save": lambda: (wait([handle._done], WAIT_S), ckpt.save(2, state)),
         "close": lambda: ckpt.close(WAIT_S),
     }
     with pytest.raises(StoreUnavailableError):

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 import ckptstore
-from ckptstore import Checkpointer, Frozen, Ledger, PerRank, Sharded, snapshot
+from ckptstore import Checkpointer, Frozen, Ledger, PerRank, Sharded
 from ckptstore.contribution import Contributor
-from ckptstore.snapshot import PlannedChunk, StagedChunk, StagingArena
-from ckptstore.state import TensorLeaf
+from tests.aliasing import alias_instead_of_copying
 from tests.save.runs import WAIT_S, bits, new_url
 
 
@@ -125,22 +124,7 @@ def test_what_changes_after_save_returns_is_not_saved(
 
 
 def test_a_snapshot_that_aliases_is_caught(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
-    """The planted bug: contiguous CPU tensors are referenced instead of copied."""
-    whole_stage = snapshot.stage
-
-    def aliasing(leaves: Any, plan: Any, arena: StagingArena, **options: Any) -> tuple[StagedChunk, ...]:
-        from ckptstore.interop.torch_tensor import byte_view
-
-        def alias(leaf: TensorLeaf, chunk: PlannedChunk, staged: StagedChunk) -> StagedChunk:
-            data = byte_view(leaf.data) if isinstance(leaf.data, torch.Tensor) else None
-            if data is None or chunk.box != leaf.box:
-                return staged
-            return StagedChunk(spec=staged.spec, box=staged.box, data=data, frozen=staged.frozen)
-
-        staged = whole_stage(leaves, plan, arena, **options)
-        return tuple(alias(leaves[c.shard], c, s) for c, s in zip(plan, staged, strict=True))
-
-    monkeypatch.setattr("ckptstore.contribution.stage", aliasing)
+    alias_instead_of_copying(monkeypatch)
     url = new_url()
     save_and_spoil(url, 2, gate)
     read = ckptstore.open(url).read(0)

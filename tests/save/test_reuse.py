@@ -10,6 +10,8 @@ import torch
 
 import ckptstore
 from ckptstore import Checkpointer, CheckpointInfo, CorruptError, Frozen, Sharded, snapshot
+from ckptstore.snapshot import BlockCopies
+from ckptstore.staging import Block
 from tests.save.runs import WAIT_S, bits, new_url, restore, save_all, store_of
 
 MOVING, STILL, FROZEN = 40, 400, 4000  # bytes
@@ -112,13 +114,13 @@ def test_a_chunk_is_written_anew_after_so_many_references(ranks: int) -> None:
 
 def test_what_is_frozen_is_not_even_read_after_the_first_save(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
-    copy_box = snapshot.copy_box
+    copy = snapshot._Sources.copy
 
-    def counting(leaf: Any, *args: Any) -> None:
-        copied.append(leaf.spec.name)
-        copy_box(leaf, *args)
+    def counting(self: Any, copies: BlockCopies, block: Block) -> None:
+        copied.extend(self._plan.specs[leaf].name for leaf in copies.leaf)
+        copy(self, copies, block)
 
-    monkeypatch.setattr(snapshot, "copy_box", counting)
+    monkeypatch.setattr(snapshot._Sources, "copy", counting)
     url = new_url()
     run_steps(url, 2, range(4))
     run_steps(url, 2, range(4, 6), restored=True)

@@ -1,0 +1,37 @@
+"""The planted bug of every snapshot: host memory is referenced, where it should be copied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptstore import snapshot
+from ckptstore.snapshot import BlockCopies, Piece, Snapshot
+from ckptstore.staging import Block
+
+
+def alias_instead_of_copying(patch: pytest.MonkeyPatch) -> None:
+    """What is written is the caller's own memory, as it is by then."""
+    copy, pieces = snapshot._Sources.copy, Snapshot.pieces
+    sources: dict[int, list[tuple[int, Any]]] = {}
+
+    def noting(self: Any, copies: BlockCopies, block: Block) -> None:
+        copy(self, copies, block)
+        found = []
+        for leaf, start, at, nbytes in zip(copies.leaf, copies.start, copies.at, copies.nbytes, strict=True):
+            view = self._view(leaf)
+            if view is not False:
+                found.append((at, view[start : start + nbytes]))
+        sources[block.memory.ctypes.data] = found
+
+    def aliased(self: Snapshot, place: int, nbytes: int) -> list[Piece]:
+        found = []
+        for piece in pieces(self, place, nbytes):
+            own = sources[piece.block.memory.ctypes.data] if piece.block is not None else []
+            data = [view for at, view in own if at == piece.at and view.nbytes == piece.data.nbytes]
+            found.append(Piece(data[0], None, 0) if data else piece)
+        return found
+
+    patch.setattr(snapshot._Sources, "copy", noting)
+    patch.setattr(Snapshot, "pieces", aliased)
