@@ -253,7 +253,7 @@ def test_a_store_that_goes_away_is_unavailable_not_damaged(
         ("ls", "a", "b"),
         ("show", "a", "--step", "x"),
         ("verify", "a", "--wrong"),
-        ("ls", "s3://bucket/run"),
+        ("ls", "nowhere://bucket/run"),
     ],
 )
 def test_bad_usage_is_2(arguments: tuple[str, ...]) -> None:
