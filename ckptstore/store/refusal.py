@@ -18,12 +18,12 @@ _ADVICE: Final = {
     "ExpiredToken": "renew the credentials",
     "InvalidToken": "renew the credentials",
     "RequestTimeTooSkewed": "set the clock of this machine",
-    "PermanentRedirect": "set AWS_REGION to the region of the bucket",
-    "AuthorizationHeaderMalformed": "set AWS_REGION to the region of the bucket",
+    "PermanentRedirect": "set AWS_DEFAULT_REGION to the region of the bucket",
+    "AuthorizationHeaderMalformed": "set AWS_DEFAULT_REGION to the region of the bucket",
     "NotImplemented": "this server lacks a request that a run needs: use another",
     "EntityTooLarge": "the server takes no object of this size: save smaller tensors, or on more ranks",
     "403": "correct the credentials, or let them read, write, list and delete there",
-    "301": "set AWS_REGION to the region of the bucket",
+    "301": "set AWS_DEFAULT_REGION to the region of the bucket",
 }
 _KINDS: Final[Mapping[str, Kind]] = {
     "NoSuchKey": "absent",

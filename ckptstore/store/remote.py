@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
+
+import tenacity
 
 from ckptstore.errors import (
     AlreadyExistsError,
@@ -44,7 +44,7 @@ PART_NBYTES: Final = 32 << 20  # one request of a larger create
 WHOLE_NBYTES_MAX: Final = 64 << 20  # created by a single request
 PARTS_MAX: Final = 10_000  # the limit of S3
 REQUESTS_MAX: Final = 8  # side by side, of one read or create
-WAIT_S_FIRST: Final = 0.05  # before the second try; doubled for each one after it
+WAIT_S_FIRST: Final = 0.05  # at most, before the second try; doubled for each one after it
 WAIT_S_MAX: Final = 5.0
 _T = TypeVar("_T")
 
@@ -279,19 +279,14 @@ class RemoteStore:
                 future.result()
 
     def _try(self, act: Callable[[], _T]) -> _T:
-        """Until it is done, refused, or `retry_s` is over: the last failure then. Waits double, with jitter."""
-        deadline, pause = time.monotonic() + self._retry_s, WAIT_S_FIRST
-        while True:
-            try:
-                return act()
-            except RequestError as error:
-                if error.kind not in ("again", "maybe"):
-                    raise
-                nap = random.uniform(pause / 2, pause)
-                if time.monotonic() + nap > deadline:
-                    raise
-            time.sleep(nap)
-            pause = min(2 * pause, WAIT_S_MAX)
+        """Until it is done, refused, or `retry_s` is over: the last failure then."""
+        again = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_may_pass),
+            wait=tenacity.wait_random_exponential(multiplier=WAIT_S_FIRST, max=WAIT_S_MAX),
+            stop=tenacity.stop_before_delay(self._retry_s),
+            reraise=True,
+        )
+        return again(act)
 
     # -- errors -----------------------------------------------------------------------------------
 
@@ -325,6 +320,10 @@ class RemoteStore:
             key=key,
             reason=error.reason,
         )
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, RequestError) and error.kind in ("again", "maybe")
 
 
 def _conforms(store: RemoteStore) -> Store:

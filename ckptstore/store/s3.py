@@ -27,6 +27,7 @@ from ckptstore.store.request import Client, RequestError
 FAST_NBYTES_MIN: Final = 1 << 20  # from here on the bytes cost more than the request
 SLOWEST_NBYTES_S: Final = 2 << 20  # a connection that is slower is taken to have stalled
 CONNECTIONS_MAX: Final = 32
+DEFAULT_REGION: Final = "us-east-1"  # where neither options nor environment nor ~/.aws name one
 _PID: Final = os.getpid()  # tensorstore's threads do not follow a fork
 
 
@@ -109,10 +110,10 @@ class S3Client:
         self._timeout_s = options.timeout_s
         self._bucket = bucket
         with told():
-            self._requests = _botocore(options)
+            self._requests, credentials = _botocore(options)
         self._fast: Any = None
         if os.getpid() == _PID:
-            self._fast = _tensorstore(bucket, prefix, options, self._requests)
+            self._fast = _tensorstore(bucket, prefix, options, self._requests, credentials)
 
     def get(self, key: str, start: int, views: Sequence[memoryview]) -> None:
         wanted = sum(view.nbytes for view in views)
@@ -270,19 +271,14 @@ def _condition(exclusive: bool) -> dict[str, str]:
     return {"IfNoneMatch": "*"} if exclusive else {}
 
 
-def _region(session: Any, options: S3Options) -> str:
-    found = options.region or os.environ.get("AWS_REGION") or session.get_config_variable("region")
-    return found or "us-east-1"
-
-
-def _botocore(options: S3Options) -> Any:
+def _botocore(options: S3Options) -> tuple[Any, str]:
+    """A client of botocore, and the kind of credentials with which tensorstore finds the same keys."""
     from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.session import Session
 
     session = Session(profile=options.profile)
-    endpoint = options.endpoint_url
-    own = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    region = options.region or session.get_config_variable("region") or DEFAULT_REGION
     config = Config(
         connect_timeout=min(10.0, options.timeout_s),
         read_timeout=options.timeout_s,
@@ -291,28 +287,34 @@ def _botocore(options: S3Options) -> Any:
         # The signature covers the bytes already; a second checksum costs as much as the request.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        s3={"addressing_style": "path" if own else "auto"},
         **({"signature_version": UNSIGNED} if options.anonymous else {}),
     )
-    return session.create_client(
-        "s3", region_name=_region(session, options), endpoint_url=endpoint, config=config
-    )
+    client = session.create_client("s3", region_name=region, endpoint_url=options.endpoint_url, config=config)
+    if not _is_aws(client.meta.endpoint_url):
+        # Only now is known what the environment names. Other servers' buckets are seldom names of hosts.
+        config = config.merge(Config(s3={"addressing_style": "path"}))
+        client = session.create_client(
+            "s3", region_name=region, endpoint_url=options.endpoint_url, config=config
+        )
+    if options.anonymous:
+        return client, "anonymous"
+    if options.profile is not None:
+        return client, "profile"
+    found = session.get_credentials()
+    return client, "environment" if found is not None and found.method == "env" else "default"
 
 
-def _tensorstore(bucket: str, prefix: str, options: S3Options, requests: Any) -> Any:
+def _is_aws(endpoint: str) -> bool:
+    return ".amazonaws." in endpoint
+
+
+def _tensorstore(bucket: str, prefix: str, options: S3Options, requests: Any, credentials: str) -> Any:
     """The same bucket through tensorstore; None if it cannot open it: botocore can do all, slower."""
     import tensorstore
 
-    bundle = os.environ.get("AWS_CA_BUNDLE")
-    if bundle:
-        os.environ.setdefault("TENSORSTORE_CA_BUNDLE", bundle)  # read when it first connects
-    credentials: dict[str, str] = {
-        "type": "environment" if os.environ.get("AWS_ACCESS_KEY_ID") else "default"
-    }
-    if options.profile is not None:
-        credentials = {"type": "profile", "profile": options.profile}
-    if options.anonymous:
-        credentials = {"type": "anonymous"}
+    found = {"type": credentials}
+    if options.profile is not None and credentials == "profile":
+        found["profile"] = options.profile
     spec: dict[str, Any] = {
         "driver": "s3",
         "bucket": bucket,
@@ -321,10 +323,10 @@ def _tensorstore(bucket: str, prefix: str, options: S3Options, requests: Any) ->
         "context": {
             "s3_request_retries": {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"},
             "s3_request_concurrency": {"limit": CONNECTIONS_MAX},
-            "aws_credentials": credentials,
+            "aws_credentials": found,
         },
     }
-    if ".amazonaws." not in requests.meta.endpoint_url:
+    if not _is_aws(requests.meta.endpoint_url):
         spec["endpoint"] = requests.meta.endpoint_url
     try:
         return tensorstore.KvStore.open(spec).result(timeout=options.timeout_s)

@@ -29,7 +29,6 @@ from ckptstore.errors import (
 )
 from ckptstore.store import remote, s3
 from ckptstore.store.base import Store, open_store
-from ckptstore.store.probe import probe
 from ckptstore.testing.conformance import StoreConformance
 from ckptstore.writer import create_own
 from tests.s3_server import BUCKET, IMPATIENT
@@ -45,11 +44,6 @@ class TestS3Store(StoreConformance):
         store = open_store(s3_url)
         yield store
         store.close()
-
-    @pytest.mark.slow
-    def test_racing_creates_have_one_winner(self, store: Store) -> None:
-        probe(store, keys=4)  # SeaweedFS asks for a contended lock again once a second
-        assert list(store.list("")) == []
 
 
 @pytest.fixture
@@ -321,7 +315,7 @@ def answering(status: int, code: str) -> Iterator[tuple[str, list[str]]]:
         (403, "SignatureDoesNotMatch", "correct AWS_ACCESS_KEY_ID"),
         (400, "ExpiredToken", "renew the credentials"),
         (404, "NoSuchBucket", "make the bucket"),
-        (400, "AuthorizationHeaderMalformed", "set AWS_REGION"),
+        (400, "AuthorizationHeaderMalformed", "set AWS_DEFAULT_REGION"),
         (501, "NotImplemented", "use another"),
     ],
 )

@@ -31,7 +31,7 @@ from tests.store.lossy import LossyProxy
 
 @pytest.fixture(autouse=True)
 def without_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SeaweedFS takes half a minute for it; the conformance suite runs it whole."""
+    """About a second of each `begin`; the conformance suite and the how-to page run it."""
     monkeypatch.setattr(incarnation, "probe", lambda store: None)
 
 
