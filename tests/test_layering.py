@@ -62,7 +62,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("store", "store.base", "store.memory", "store.collected", "store.direct"),
         *("store.download", "store.filedownload"),
         *("store.file", "store.local", "store.probe"),
-        *("store.request", "store.remote", "store.refusal", "store.s3"),
+        *(
+            "store.request",
+            "store.connection",
+            "store.remote",
+            "store.refusal",
+            "store.s3",
+            "store.partupload",
+            "store.filesystem",
+        ),
         *(
             "clock",
             "values",

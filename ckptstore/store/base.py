@@ -226,8 +226,8 @@ def check_range(url: str, key: str, size: int, start: int, nbytes: int | None) -
 def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Store:
     """The store of `url`: a path or `file://` (local), `s3://bucket/prefix`, `memory://name` (this process only).
 
-    Nothing is read or written. `storage_options` are for `s3://` (docs/how-to/object-stores.md). Raises
-    InvalidInputError for any other scheme.
+    Any other scheme is fsspec's, `gs://` among them. Nothing is read or written. `storage_options` are for object
+    stores (docs/how-to/object-stores.md). Raises InvalidInputError for a scheme that is not known or not installed.
     """
     text = os.fspath(url)
     scheme = _SCHEME.match(text)
@@ -236,6 +236,10 @@ def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, Any] |
         from ckptstore.store.s3 import open_s3
 
         return open_s3(text, storage_options or {})
+    if kind not in ("memory", "file"):
+        from ckptstore.store.filesystem import open_filesystem
+
+        return open_filesystem(text, storage_options or {})
     if storage_options:
         raise InvalidInputError(
             f"storage_options {sorted(storage_options)} mean nothing to {text}; leave them out", url=text
@@ -244,11 +248,6 @@ def open_store(url: str | os.PathLike[str], storage_options: Mapping[str, Any] |
         from ckptstore.store.memory import MemoryStore
 
         return MemoryStore.named(text[len("memory://") :])
-    if kind != "file":
-        raise InvalidInputError(
-            f"{text}: {kind}:// is not in this version; use a local path, file://, s3:// or memory://",
-            url=text,
-        )
     from ckptstore.store.local import LocalStore
 
     return LocalStore(root=_file_path(text) if scheme else text)

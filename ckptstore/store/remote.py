@@ -8,24 +8,22 @@ one was lost, is settled by comparing the object with what was to be written (do
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
+import secrets
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import Future
 from functools import partial
 from typing import Final, TypeVar
-
-import tenacity
 
 from ckptstore.errors import (
     AlreadyExistsError,
     CkptStoreError,
+    InvalidInputError,
     NotFoundError,
     OutcomeUnknownError,
     StoreUnavailableError,
 )
 from ckptstore.store.base import (
+    BLOCK_NBYTES,
     Buffer,
     ObjectInfo,
     Store,
@@ -37,25 +35,15 @@ from ckptstore.store.base import (
     writable_views,
 )
 from ckptstore.store.collected import CollectedUpload
-from ckptstore.store.request import Client, RequestError, split
+from ckptstore.store.connection import Connection
+from ckptstore.store.partupload import PartUpload
+from ckptstore.store.request import Client, Parts, RequestError, split
 
 RANGE_NBYTES: Final = 16 << 20  # one request of a larger read
 PART_NBYTES: Final = 32 << 20  # one request of a larger create
 WHOLE_NBYTES_MAX: Final = 64 << 20  # created by a single request
 PARTS_MAX: Final = 10_000  # the limit of S3
-REQUESTS_MAX: Final = 8  # side by side, of one read or create
-WAIT_S_FIRST: Final = 0.05  # at most, before the second try; doubled for each one after it
-WAIT_S_MAX: Final = 5.0
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """What one process holds: a fork shares its parent's sockets and has none of its threads."""
-
-    pid: int
-    client: Client
-    pool: ThreadPoolExecutor
 
 
 class RemoteStore:
@@ -66,10 +54,7 @@ class RemoteStore:
 
     def __init__(self, *, url: str, open_client: Callable[[], Client], retry_s: float) -> None:
         self._url = url
-        self._open_client = open_client
-        self._retry_s = retry_s
-        self._lock = threading.Lock()
-        self._held: _Held | None = None
+        self._connection = Connection(open_client=open_client, retry_s=retry_s)
 
     @property
     def url(self) -> str:
@@ -77,11 +62,23 @@ class RemoteStore:
 
     def create(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         check_key(key)
-        self._write("create", key, byte_views(data), exclusive=True)
+        views = byte_views(data)
+        self._check_create(key)
+        self._write("create", key, views, exclusive=True)
 
     def upload(self, key: str, nbytes_max: int) -> Upload:
         check_key(key)
-        return CollectedUpload(lambda blocks: self.create(key, blocks))
+        self._check_create(key)
+        if not self._client.sends_parts:
+            return CollectedUpload(lambda blocks: self.create(key, blocks))
+        if nbytes_max > PARTS_MAX * BLOCK_NBYTES:
+            raise InvalidInputError(
+                f"{key} of {nbytes_max} bytes would be more than {PARTS_MAX} parts of {BLOCK_NBYTES}, which no S3 "
+                "takes; write smaller segments",
+                key=key,
+                nbytes=nbytes_max,
+            )
+        return PartUpload(self, key)
 
     def replace(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         check_key(key)
@@ -94,7 +91,7 @@ class RemoteStore:
         if nbytes is None:
             # What is asked for without knowing its size (journal entries, parts) is small: one request.
             try:
-                return self._try(lambda: self._client.get_rest(key, start))
+                return self._connection.attempt(lambda: self._client.get_rest(key, start))
             except RequestError as error:
                 self._raise_unless_beyond(key, error)
             check_range(self.url, key, self.size(key), start, None)
@@ -113,18 +110,18 @@ class RemoteStore:
 
         def get(place: int, pieces: Sequence[memoryview]) -> None:
             try:
-                self._try(lambda: self._client.get(key, place, pieces))
+                self._connection.attempt(lambda: self._client.get(key, place, pieces))
             except RequestError as error:
                 self._raise_unless_beyond(key, error)
                 check_range(self.url, key, self.size(key), start, wanted)
                 raise self._unavailable("read", key, error) from error  # the server contradicts itself
 
-        self._all([partial(get, start + at, pieces) for at, pieces in split(views, RANGE_NBYTES)])
+        self._connection.all([partial(get, start + at, pieces) for at, pieces in split(views, RANGE_NBYTES)])
 
     def size(self, key: str) -> int:
         check_key(key)
         try:
-            return self._try(lambda: self._client.size(key))
+            return self._connection.attempt(lambda: self._client.size(key))
         except RequestError as error:
             raise self._unreadable(key, error) from error
 
@@ -132,7 +129,7 @@ class RemoteStore:
         check_prefix(prefix)
         try:
             # Whole before the first is given: a page that is asked for again must not show a key twice.
-            found = self._try(lambda: tuple(self._client.list(prefix)))
+            found = self._connection.attempt(lambda: tuple(self._client.list(prefix)))
         except RequestError as error:
             raise self._unavailable("list", prefix, error) from error
         yield from found
@@ -140,7 +137,7 @@ class RemoteStore:
     def delete(self, key: str) -> None:
         check_key(key)
         try:
-            self._try(lambda: self._client.delete(key))
+            self._connection.attempt(lambda: self._client.delete(key))
         except RequestError as error:
             if error.kind != "absent":
                 raise self._unavailable("delete", key, error) from error
@@ -150,73 +147,115 @@ class RemoteStore:
             check_key(key)
 
     def close(self) -> None:
-        with self._lock:
-            held, self._held = self._held, None
-        if held is not None and held.pid == os.getpid():
-            held.pool.shutdown()
-            held.client.close()
+        self._connection.close()
 
     # -- writing ----------------------------------------------------------------------------------
 
+    def _check_create(self, key: str) -> None:
+        problem = self._opened("create", key).no_create
+        if problem is not None:
+            raise InvalidInputError(
+                f"{self.url} cannot hold a run: {problem}, so two jobs could both believe to have committed; use "
+                "another store (reading works)",
+                url=self.url,
+                problem=problem,
+            )
+
     def _write(self, verb: str, key: str, views: Sequence[memoryview], *, exclusive: bool) -> None:
-        if sum(view.nbytes for view in views) <= WHOLE_NBYTES_MAX:
+        nbytes = sum(view.nbytes for view in views)
+        if nbytes <= WHOLE_NBYTES_MAX or not self._opened(verb, key).sends_parts:
             self._settled(
                 verb,
                 key,
-                views,
                 lambda: self._client.put(key, views, exclusive=exclusive),
+                lambda: self._holds(key, views),
                 exclusive=exclusive,
             )
             return
-        upload = self._sent(verb, key, lambda: self._client.begin_parts(key))
+        parts = self.begin_parts(key, verb)
         try:
-            tags = self._put_parts(verb, key, upload, views)
-            self._settled(
-                verb,
-                key,
-                views,
-                lambda: self._client.end_parts(key, upload, tags, exclusive=exclusive),
-                exclusive=exclusive,
-            )
+            pieces = list(split(views, max(PART_NBYTES, -(-nbytes // PARTS_MAX))))
+            tags = [""] * len(pieces)
+
+            def put(number: int, part: Sequence[memoryview]) -> None:
+                tags[number] = self.put_part(parts, number + 1, part, verb)
+
+            self._connection.all([partial(put, number, part) for number, (_, part) in enumerate(pieces)])
+            self.end_parts(parts, tags, verb, exclusive=exclusive)
         except BaseException:
-            with contextlib.suppress(RequestError):  # the first failure is the one to tell
-                self._client.drop_parts(key, upload)
+            self.drop_parts(parts)
             raise
 
-    def _put_parts(self, verb: str, key: str, upload: str, views: Sequence[memoryview]) -> Sequence[str]:
-        nbytes = sum(view.nbytes for view in views)
-        pieces = list(split(views, max(PART_NBYTES, -(-nbytes // PARTS_MAX))))
-        tags = [""] * len(pieces)
+    def begin_parts(self, key: str, verb: str = "create") -> Parts:
+        """An object that is sent in parts. Nothing of it shows before `end_parts`."""
+        mark = secrets.token_hex(16)
+        upload = self._sent(verb, key, lambda: self._client.begin_parts(key, mark))
+        return Parts(key=key, upload=upload, mark=mark)
 
-        def put(number: int, part: Sequence[memoryview]) -> None:
-            tags[number] = self._sent(verb, key, lambda: self._client.put_part(key, upload, number + 1, part))
+    def put_part(self, parts: Parts, number: int, views: Sequence[memoryview], verb: str = "create") -> str:
+        """The tag of part `number`, from 1 on, once it is there."""
+        return self._sent(verb, parts.key, lambda: self._client.put_part(parts, number, views))
 
-        self._all([partial(put, number, part) for number, (_, part) in enumerate(pieces)])
-        return tags
+    def end_parts(
+        self,
+        parts: Parts,
+        tags: Sequence[str],
+        verb: str = "create",
+        *,
+        exclusive: bool = True,
+        unsure: bool = False,
+    ) -> None:
+        """Make the object, with the errors of `create`. `unsure`: an earlier call may have done so."""
+        self._settled(
+            verb,
+            parts.key,
+            lambda: self._client.end_parts(parts, tags, exclusive=exclusive),
+            lambda: self._is_marked(parts),
+            exclusive=exclusive,
+            unsure=unsure,
+        )
+
+    def drop_parts(self, parts: Parts) -> None:
+        """Forget what was sent; what cannot be forgotten now is left to the rules of the bucket."""
+        with contextlib.suppress(RequestError):
+            self._client.drop_parts(parts)
+
+    def submit(self, act: Callable[[], _T]) -> Future[_T]:
+        """Do it beside other requests."""
+        return self._connection.submit(act)
 
     def _sent(self, verb: str, key: str, act: Callable[[], _T]) -> _T:
         """A request of which nothing shows, so that it can be repeated freely."""
         try:
-            return self._try(act)
+            return self._connection.attempt(act)
         except RequestError as error:
             raise self._unavailable(verb, key, error) from error
 
     def _settled(
-        self, verb: str, key: str, views: Sequence[memoryview], act: Callable[[], None], *, exclusive: bool
+        self,
+        verb: str,
+        key: str,
+        act: Callable[[], None],
+        ours: Callable[[], bool],
+        *,
+        exclusive: bool,
+        unsure: bool = False,
     ) -> None:
-        """The request that makes the object show, and what became of it, whatever was heard."""
-        unsure = False
+        """The request that makes the object show, and what became of it, whatever was heard.
+
+        `ours` looks whether the object there is that of `act`. Errors of it as for `read`.
+        """
 
         def once() -> None:
             nonlocal unsure
             try:
                 act()
             except RequestError as error:
-                unsure = unsure or error.kind == "maybe"
+                unsure = unsure or error.kind in ("maybe", "unclear")
                 raise
 
         try:
-            self._try(once)
+            self._connection.attempt(once)
             return
         except RequestError as error:
             failure = error
@@ -225,7 +264,7 @@ class RemoteStore:
                 raise self._taken(key) from failure
             raise self._unavailable(verb, key, failure) from failure
         try:
-            if self._holds(key, views):
+            if ours():
                 return
         except NotFoundError:
             pass  # it may still be on its way
@@ -235,6 +274,13 @@ class RemoteStore:
             if exclusive:
                 raise self._taken(key) from failure
         raise self._unknown(key, failure) from failure
+
+    def _is_marked(self, parts: Parts) -> bool:
+        """Whether the object is the one that was sent so. Errors as for `read`."""
+        try:
+            return self._connection.attempt(lambda: self._client.mark(parts.key)) == parts.mark
+        except RequestError as error:
+            raise self._unreadable(parts.key, error) from error
 
     def _holds(self, key: str, views: Sequence[memoryview]) -> bool:
         """Whether the object is what was to be written. Errors as for `read`."""
@@ -252,41 +298,11 @@ class RemoteStore:
 
     @property
     def _client(self) -> Client:
-        return self._holding().client
+        return self._connection.client
 
-    def _holding(self) -> _Held:
-        with self._lock:
-            if self._held is None or self._held.pid != os.getpid():
-                pool = ThreadPoolExecutor(REQUESTS_MAX, thread_name_prefix="ckptstore-request")
-                self._held = _Held(pid=os.getpid(), client=self._open_client(), pool=pool)
-            return self._held
-
-    def _all(self, acts: Sequence[Callable[[], None]]) -> None:
-        """Do all side by side; the first failure, once none is running any more: they use the caller's memory."""
-        if len(acts) == 1:
-            acts[0]()
-            return
-        pool = self._holding().pool
-        futures = [pool.submit(act) for act in acts]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            for future in futures:
-                future.cancel()
-            wait(futures)
-        for future in futures:
-            if not future.cancelled():
-                future.result()
-
-    def _try(self, act: Callable[[], _T]) -> _T:
-        """Until it is done, refused, or `retry_s` is over: the last failure then."""
-        again = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_may_pass),
-            wait=tenacity.wait_random_exponential(multiplier=WAIT_S_FIRST, max=WAIT_S_MAX),
-            stop=tenacity.stop_before_delay(self._retry_s),
-            reraise=True,
-        )
-        return again(act)
+    def _opened(self, verb: str, key: str) -> Client:
+        """The client, whose settings may be wrong."""
+        return self._sent(verb, key, lambda: self._client)
 
     # -- errors -----------------------------------------------------------------------------------
 
@@ -320,10 +336,6 @@ class RemoteStore:
             key=key,
             reason=error.reason,
         )
-
-
-def _may_pass(error: BaseException) -> bool:
-    return isinstance(error, RequestError) and error.kind in ("again", "maybe")
 
 
 def _conforms(store: RemoteStore) -> Store:

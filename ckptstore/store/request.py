@@ -7,7 +7,10 @@ its wire, the store (`ckptstore.store.remote`) what to do about it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
 
 from ckptstore.store.base import ObjectInfo
 
@@ -17,6 +20,7 @@ Kind: TypeAlias = Literal[
     "beyond",  # the range ends behind the end of the object
     "again",  # certainly not done; worth another try
     "maybe",  # done or not; worth another try
+    "unclear",  # done or not, and another try would end the same
     "refused",  # not done, and another try would end the same
 ]
 
@@ -33,8 +37,25 @@ class RequestError(Exception):
         self.advice = advice
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """One object that is sent in parts. `mark` is random and shows at the object, so that its writer knows it again."""
+
+    key: str
+    upload: str
+    mark: str
+
+
 class Client(Protocol):
     """One request a call, bounded in time; every failure is a RequestError. Thread-safe, of one process."""
+
+    @property
+    def sends_parts(self) -> bool:
+        """Can an object be sent in parts? Those of `Parts` are asked for nothing else."""
+
+    @property
+    def no_create(self) -> str | None:
+        """Why nothing can be created only if it is absent; None if it can."""
 
     def get(self, key: str, start: int, views: Sequence[memoryview]) -> None:
         """Fill non-empty `views` with the bytes from `start` on; "beyond" if there are fewer."""
@@ -48,17 +69,20 @@ class Client(Protocol):
     def put(self, key: str, views: Sequence[memoryview], *, exclusive: bool) -> None:
         """Make the object, whole or not at all; `exclusive`: only if there is none, decided by the server."""
 
-    def begin_parts(self, key: str) -> str:
+    def begin_parts(self, key: str, mark: str) -> str:
         """The id of a new upload, of which nothing shows before `end_parts`."""
 
-    def put_part(self, key: str, upload: str, number: int, views: Sequence[memoryview]) -> str:
+    def put_part(self, parts: Parts, number: int, views: Sequence[memoryview]) -> str:
         """Send part `number` (from 1 on); its tag."""
 
-    def end_parts(self, key: str, upload: str, tags: Sequence[str], *, exclusive: bool) -> None:
+    def end_parts(self, parts: Parts, tags: Sequence[str], *, exclusive: bool) -> None:
         """Make the object of its parts; `exclusive` as for `put`."""
 
-    def drop_parts(self, key: str, upload: str) -> None:
+    def drop_parts(self, parts: Parts) -> None:
         """Forget an upload that was not completed."""
+
+    def mark(self, key: str) -> str | None:
+        """The mark of the object that is there; None if it has none."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All objects whose key starts with `prefix`, as they are now; several requests."""
@@ -84,3 +108,13 @@ def split(views: Sequence[memoryview], nbytes_max: int) -> Iterator[tuple[int, S
                 start, pieces = at, []
     if pieces:
         yield start, pieces
+
+
+def joined(views: Sequence[memoryview]) -> bytes | bytearray:
+    """All of `views` in one piece of memory. numpy copies without the interpreter's lock, `join` does not."""
+    whole = bytearray(sum(view.nbytes for view in views))
+    target, at = np.frombuffer(whole, np.uint8), 0
+    for view in views:
+        np.copyto(target[at : at + view.nbytes], np.frombuffer(view, np.uint8))
+        at += view.nbytes
+    return whole

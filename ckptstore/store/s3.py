@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -22,7 +23,7 @@ from ckptstore.errors import InvalidInputError
 from ckptstore.store.base import ObjectInfo, check_key, is_key_segment
 from ckptstore.store.refusal import told
 from ckptstore.store.remote import RemoteStore
-from ckptstore.store.request import Client, RequestError
+from ckptstore.store.request import Client, Parts, RequestError, joined
 
 FAST_NBYTES_MIN: Final = 1 << 20  # from here on the bytes cost more than the request
 SLOWEST_NBYTES_S: Final = 2 << 20  # a connection that is slower is taken to have stalled
@@ -105,6 +106,9 @@ def open_s3(url: str, storage_options: Mapping[str, Any]) -> RemoteStore:
 class S3Client:
     """A Client of the objects below `prefix` (empty, or ending in `/`) of a bucket."""
 
+    sends_parts = True
+    no_create = None
+
     def __init__(self, *, bucket: str, prefix: str, options: S3Options) -> None:
         self._prefix = prefix
         self._timeout_s = options.timeout_s
@@ -156,38 +160,37 @@ class S3Client:
                 Bucket=self._bucket, Key=self._prefix + key, Body=data, **_condition(exclusive)
             )
 
-    def begin_parts(self, key: str) -> str:
+    def begin_parts(self, key: str, mark: str) -> str:
         with told():
-            reply = self._requests.create_multipart_upload(Bucket=self._bucket, Key=self._prefix + key)
+            reply = self._requests.create_multipart_upload(
+                Bucket=self._bucket, Key=self._prefix + key, Metadata={_MARK: mark}
+            )
         return str(reply["UploadId"])
 
-    def put_part(self, key: str, upload: str, number: int, views: Sequence[memoryview]) -> str:
+    def put_part(self, parts: Parts, number: int, views: Sequence[memoryview]) -> str:
         with told():
-            reply = self._requests.upload_part(
-                Bucket=self._bucket,
-                Key=self._prefix + key,
-                UploadId=upload,
-                PartNumber=number,
-                Body=b"".join(views),
-            )
+            reply = self._requests.upload_part(PartNumber=number, Body=joined(views), **self._of(parts))
         return str(reply["ETag"])
 
-    def end_parts(self, key: str, upload: str, tags: Sequence[str], *, exclusive: bool) -> None:
-        parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
+    def end_parts(self, parts: Parts, tags: Sequence[str], *, exclusive: bool) -> None:
+        numbered = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
         with told():
             self._requests.complete_multipart_upload(
-                Bucket=self._bucket,
-                Key=self._prefix + key,
-                UploadId=upload,
-                MultipartUpload={"Parts": parts},
-                **_condition(exclusive),
+                MultipartUpload={"Parts": numbered}, **self._of(parts), **_condition(exclusive)
             )
 
-    def drop_parts(self, key: str, upload: str) -> None:
+    def drop_parts(self, parts: Parts) -> None:
         with told():
-            self._requests.abort_multipart_upload(
-                Bucket=self._bucket, Key=self._prefix + key, UploadId=upload
-            )
+            self._requests.abort_multipart_upload(**self._of(parts))
+
+    def _of(self, parts: Parts) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": self._prefix + parts.key, "UploadId": parts.upload}
+
+    def mark(self, key: str) -> str | None:
+        with told():
+            reply = self._requests.head_object(Bucket=self._bucket, Key=self._prefix + key)
+        found = reply.get("Metadata", {}).get(_MARK)
+        return None if found is None else str(found)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with told():
@@ -264,6 +267,7 @@ class S3Client:
 
 
 _FAST_ERRORS: Final = (ValueError, RuntimeError, OSError, KeyError)  # what tensorstore makes of its codes
+_MARK: Final = "ckptstore-upload"  # user metadata, kept with the object
 _NO_VALUE: Final = b"\x02"  # the generation that tensorstore gives a key without a value
 
 
@@ -278,6 +282,7 @@ def _botocore(options: S3Options) -> tuple[Any, str]:
     from botocore.session import Session
 
     session = Session(profile=options.profile)
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     region = options.region or session.get_config_variable("region") or DEFAULT_REGION
     config = Config(
         connect_timeout=min(10.0, options.timeout_s),
@@ -302,6 +307,14 @@ def _botocore(options: S3Options) -> tuple[Any, str]:
         return client, "profile"
     found = session.get_credentials()
     return client, "environment" if found is not None and found.method == "env" else "default"
+
+
+@lru_cache
+def _loader(path: str | None) -> Any:
+    """What botocore knows of its services, read once a process: most of the time that a client takes to make."""
+    from botocore.loaders import create_loader
+
+    return create_loader(path)
 
 
 def _is_aws(endpoint: str) -> bool:

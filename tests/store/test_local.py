@@ -516,9 +516,7 @@ def test_urls_of_all_spellings_open_the_same_folder(tmp_path: Path, monkeypatch:
         assert open_store(url).read("a") == b"x"
 
 
-@pytest.mark.parametrize(
-    "url", ["az://bucket/run", "gs://b", "http://h/x", "file://host/x", "", "file://", "a\0b"]
-)
+@pytest.mark.parametrize("url", ["nowhere://bucket/run", "file://host/x", "", "file://", "a\0b"])
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(InvalidInputError):
         open_store(url)

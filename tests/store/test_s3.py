@@ -28,7 +28,8 @@ from ckptstore.errors import (
     StoreUnavailableError,
 )
 from ckptstore.store import remote, s3
-from ckptstore.store.base import Store, open_store
+from ckptstore.store.base import BLOCK_NBYTES, Store, Upload, open_store
+from ckptstore.store.request import Parts
 from ckptstore.testing.conformance import StoreConformance
 from ckptstore.writer import create_own
 from tests.s3_server import BUCKET, IMPATIENT
@@ -107,11 +108,11 @@ def test_a_part_that_cannot_be_sent_leaves_nothing(
 ) -> None:
     real = s3.S3Client.put_part
 
-    def put_part(client: s3.S3Client, key: str, upload: str, number: int, views: Any) -> str:
+    def put_part(client: s3.S3Client, parts: Parts, number: int, views: Any) -> str:
         assert list(store.list("")) == []
         if number == 2:
             raise s3.RequestError("refused", "no")
-        return real(client, key, upload, number, views)
+        return real(client, parts, number, views)
 
     monkeypatch.setattr(s3.S3Client, "put_part", put_part)
     with pytest.raises(StoreUnavailableError):
@@ -216,6 +217,76 @@ def test_lost_replies_of_parts(proxy: LossyProxy, s3_url: str, parts: None, lost
     store.create("a", value)
     assert len(proxy.lost) == 1 and store.read("a") == value
     assert uploads(store) == []
+
+
+def uploaded(store: Store, key: str, blocks: int) -> tuple[Upload, int]:
+    """An upload whose blocks, of one byte each, are all written."""
+    upload = store.upload(key, blocks * BLOCK_NBYTES)
+    for block in reversed(range(blocks)):
+        upload.write(block, bytes([block]) * (BLOCK_NBYTES if block < blocks - 1 else 5))
+    return upload, (blocks - 1) * BLOCK_NBYTES + 5
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_an_upload_whose_last_reply_was_lost_has_landed(proxy: LossyProxy, s3_url: str, blocks: int) -> None:
+    store = through(proxy, s3_url, timeout_s=10.0)
+    upload, nbytes = uploaded(store, "a", blocks)
+    proxy.lose = once("PUT" if blocks == 1 else "POST", "/a")
+    upload.finish(nbytes)
+    upload.abort()
+    assert len(proxy.lost) == 1 and store.size("a") == nbytes and uploads(store) == []
+
+
+def test_an_upload_of_which_nothing_is_heard_is_settled_by_finishing_again(
+    proxy: LossyProxy, s3_url: str
+) -> None:
+    store = through(proxy, s3_url, timeout_s=10.0)
+    upload, nbytes = uploaded(store, "a", 2)
+    proxy.lose = lambda line: line.startswith(("POST", "HEAD"))
+    with pytest.raises(OutcomeUnknownError, match="read it back"):
+        upload.finish(nbytes)
+    proxy.lose = lambda line: False
+    upload.finish(nbytes)
+    assert store.size("a") == nbytes and uploads(store) == []
+
+
+def test_an_object_with_equal_bytes_is_not_taken_for_our_upload(proxy: LossyProxy, s3_url: str) -> None:
+    """Of the same size and content, but another's: only the mark tells them apart."""
+    store = through(proxy, s3_url, timeout_s=10.0)
+    theirs, nbytes = uploaded(open_store(s3_url), "a", 2)
+    ours, _ = uploaded(store, "a", 2)
+    theirs.finish(nbytes)
+    proxy.lose = once("POST", "/a")
+    with pytest.raises(AlreadyExistsError):
+        ours.finish(nbytes)
+    ours.abort()
+    assert len(proxy.lost) == 1 and uploads(store) == []
+
+
+def test_a_block_that_cannot_be_sent_spoils_its_upload_only(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = s3.S3Client.put_part
+
+    def put_part(client: s3.S3Client, parts: Parts, number: int, views: Any) -> str:
+        if number == 3:
+            raise s3.RequestError("refused", "no")
+        return real(client, parts, number, views)
+
+    monkeypatch.setattr(s3.S3Client, "put_part", put_part)
+    upload = store.upload("a", 4 * BLOCK_NBYTES)
+    with pytest.raises(StoreUnavailableError, match="no"):
+        for block in (3, 2, 1, 0):
+            upload.write(block, bytes(BLOCK_NBYTES))
+        upload.finish(4 * BLOCK_NBYTES)
+    upload.abort()
+    assert list(store.list("")) == [] and uploads(store) == []
+    store.create("a", b"free")
+
+
+def test_an_upload_of_more_parts_than_s3_takes_is_refused(store: Store) -> None:
+    with pytest.raises(InvalidInputError, match="smaller segments"):
+        store.upload("a", 10_001 * BLOCK_NBYTES)
 
 
 def test_a_large_create_whose_reply_was_lost_is_known_by_its_writer(proxy: LossyProxy, s3_url: str) -> None:
