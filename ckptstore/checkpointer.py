@@ -276,6 +276,7 @@ class Checkpointer:
         strict: bool = True,
         mapping: TensorMap | None = None,
         share: Any = None,
+        memory_budget: int | None = None,
     ) -> int | None:
         """Fill `state` in place from the incarnation's recovery point and return its step; None on a fresh start.
 
@@ -289,6 +290,9 @@ class Checkpointer:
 
         `share`: a torch.distributed process group, or True for the default one, all of whose ranks restore now. Then
         each stored byte is read by one of them and handed on; if one fails, all raise. Collective.
+
+        `memory_budget`: bytes that reading may take besides the targets (default: 256 MiB, or what its largest chunk
+        needs); BudgetExceededError before anything is changed if one chunk needs more.
         """
         together: Sharing | None = None
         if share is not None and share is not False:
@@ -309,6 +313,7 @@ class Checkpointer:
                 clock=self._clock,
                 mapping=mapping,
                 together=together,
+                memory_budget=memory_budget,
             )
         except CorruptError as error:
             mark_bad(self._journal, origin, error)

@@ -7,7 +7,9 @@ verified and put in place. What replaces what: docs/explanation/restore.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ckptstore.binding import Binding
@@ -32,6 +34,7 @@ from ckptstore.translation import Translation
 T = TypeVar("T")
 
 SECOND_READ_S = 0.5
+PART_READERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,14 @@ class Sharing(Protocol):
 
     def agree(self, error: BaseException | None) -> None: ...
 
-    def read(self, store: Store, table: ChunkTable, leaves: Sequence[TensorLeaf]) -> ReadReport: ...
+    def read(
+        self,
+        store: Store,
+        table: ChunkTable,
+        leaves: Sequence[TensorLeaf],
+        *,
+        memory_budget: int | None = None,
+    ) -> ReadReport: ...
 
 
 def agreed(together: Sharing | None, step: Callable[[], T]) -> T:
@@ -94,15 +104,17 @@ def restore_member(
     clock: Clock,
     mapping: TensorMap | None = None,
     together: Sharing | None = None,
+    memory_budget: int | None = None,
 ) -> tuple[Restored, RestoreReport]:
     """Fill `state` in place for `member`, one of `size` ranks of its role, from the checkpoint of index `ref`.
 
+    `memory_budget` bounds the bytes that reading takes besides the targets (None: what `read_leaves` takes).
     Raises what `Checkpointer.restore` documents; marks nothing.
     """
     started = clock.monotonic()
     fit = agreed(together, lambda: _prepare(store, ref, member, size, state, strict, clock, mapping))
     reader = read_leaves if together is None else together.read
-    read = reader(store, fit.table, fit.leaves)
+    read = reader(store, fit.table, fit.leaves, memory_budget=memory_budget)
     fit.binding.apply()
     return Restored(index=fit.index, table=fit.table), RestoreReport(
         step=fit.index.id.step,
@@ -185,10 +197,16 @@ def _fit(store: Store, index: OpenIndex, member: Member, size: int, state: dict[
     if (
         binding.missing and len(refs) > 1
     ):  # another rank may hold what this one's part lacks (pipeline stages)
-        parts += [read_part(store, ref).state for n, ref in sorted(refs.items()) if n != mine]
+        parts += _states(store, [ref for n, ref in sorted(refs.items()) if n != mine])
         binding = Binding(role=member.role, rank=member.rank, per_rank=same)
         binding.bind(state, union(parts))
     return binding
+
+
+def _states(store: Store, refs: Sequence[PartRef]) -> list[Any]:
+    """The states of these parts, in order; several at a time, since a far store makes each wait."""
+    with ThreadPoolExecutor(max_workers=PART_READERS, thread_name_prefix="ckptstore-parts") as pool:
+        return [part.state for part in pool.map(partial(read_part, store), refs)]
 
 
 def _fit_translated(
@@ -196,7 +214,7 @@ def _fit_translated(
 ) -> tuple[Binding, Translation]:
     """As `_fit`, onto the state under the mapping's names. One tensor may be made of what many ranks saved."""
     refs, mine = _parts(index, member, size)
-    parts = [read_part(store, refs[n]).state for n in sorted(refs, key=lambda n: (n != mine, n))]
+    parts = _states(store, [refs[n] for n in sorted(refs, key=lambda n: (n != mine, n))])
     translation = Translation(mapping, union(parts), index.rows.tensors.by_name, role=member.role)
     binding = Binding(role=member.role, rank=member.rank, per_rank=len(refs) == size)
     binding.bind(state, translation.skeleton)

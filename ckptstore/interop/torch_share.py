@@ -61,12 +61,24 @@ class Together:
                 ranks=tuple(failed),
             )
 
-    def read(self, store: Store, table: ChunkTable, leaves: Sequence[TensorLeaf]) -> ReadReport:
-        """As `read_leaves`, each chunk read by one rank. All ranks raise if one does."""
+    def read(
+        self,
+        store: Store,
+        table: ChunkTable,
+        leaves: Sequence[TensorLeaf],
+        *,
+        memory_budget: int | None = None,
+    ) -> ReadReport:
+        """As `read_leaves`, each chunk read by one rank. All ranks raise if one does.
+
+        What is handed on, AHEAD batches, is not of the budget.
+        """
         error: BaseException | None = None
         try:
             plan = plan_load(table, leaves)
             check_codecs(table, plan.rows)
+            fill = Fill.of(table, leaves, plan)
+            opened = Fetcher(store, table, plan.reads, fill.without_memory, memory_budget=memory_budget)
         except CkptStoreError as found:
             error = found
         self.agree(error)
@@ -75,9 +87,8 @@ class Together:
         sizes = decoded_nbytes(table, plan.rows).tolist()
         wants = [_want(table, row, size) for row, size in zip(rows, sizes, strict=True)]
         batches = deal(self._exchange(wants))
-        fill = Fill.of(table, leaves, plan)
         with (
-            Fetcher(store, table, plan.reads, plan.rows) as fetcher,
+            opened as fetcher,
             ThreadPoolExecutor(max_workers=fetcher.lanes, thread_name_prefix="ckptstore-read") as pool,
         ):
             share = _Share(
@@ -91,7 +102,11 @@ class Together:
             shared = {want for batch in batches for want in batch.chunks}
             share.read_alone([row for want, row in share.row_of.items() if want not in shared], pool)
         self.agree(share.error)
-        return ReadReport(nbytes_wanted=plan.nbytes_wanted, nbytes_read=share.nbytes_read)
+        return ReadReport(
+            nbytes_wanted=plan.nbytes_wanted,
+            nbytes_read=share.nbytes_read,
+            nbytes_leased=opened.budget.high_water,
+        )
 
     def _hand_on(self, batches: Sequence[Batch], share: _Share, pool: ThreadPoolExecutor) -> None:
         mine = deque(batch for batch in batches if batch.reader == self.rank)
