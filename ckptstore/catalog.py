@@ -14,6 +14,7 @@ from ckptstore.history import History
 from ckptstore.index import OpenIndex, open_index, read_index
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, CheckpointInfo, Index, Part, PartRef
+from ckptstore.skeleton import check_node, tag_of
 from ckptstore.store.base import Store
 from ckptstore.tablefile import decode_part
 from ckptstore.wire import decode_run, digest_of
@@ -104,7 +105,16 @@ def read_part(store: Store, ref: PartRef) -> Part:
             f"{ref.object.digest}: it is damaged, use an older checkpoint",
             key=key,
         )
-    return decode_part(data, key)
+    part = decode_part(data, key)
+    try:
+        if tag_of(part.state) != "d":
+            raise ValueError("no names")
+        check_node(part.state)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(
+            f"the state in {key} has {error}: it is no part of ckptstore's", key=key
+        ) from error
+    return part
 
 
 def read_parts(store: Store, refs: Sequence[PartRef]) -> list[Part]:

@@ -156,6 +156,21 @@ class Fold:
     released: set[int] = field(default_factory=set)
     publications: list[PublishEntry] = field(default_factory=list)
 
+    def check_fence(self, entry: FenceEntry) -> None:
+        """Refuse a fence that continues from nothing earlier: the lineage would not end. CorruptError."""
+        origin = entry.origin
+        known = {
+            START: True,
+            CHECKPOINT: origin.checkpoint in self.commits and origin.checkpoint.fence < entry.fence,
+            ADOPT: origin.fence in self.fences and origin.fence < entry.fence,
+        }
+        if entry.fence < 1 or not known.get(origin.kind, False):
+            raise CorruptError(
+                f"the journal's fence {entry.fence} continues from {origin}, which is not before it: repair the "
+                f"journal from a copy",
+                fence=entry.fence,
+            )
+
 
 class History:
     """The fold of a journal prefix and the questions that the rules ask of it. Not thread-safe."""
@@ -175,6 +190,7 @@ class History:
                 slot=entry.slot,
             )
         if isinstance(body, FenceEntry):
+            fold.check_fence(body)
             fold.fence = body.fence
             fold.fences[body.fence], fold.fence_slot[body.fence] = body, entry.slot
         elif isinstance(body, CommitEntry):

@@ -75,7 +75,14 @@ def open_index(store: Store, ref: ObjectRef) -> OpenIndex:
     """Read and prove the tail of an index, its tensors and its segments, but no row. CorruptError."""
     if ref.tail is None:
         return OpenIndex.of(read_index(store, ref))
-    buffer = np.zeros(ref.nbytes, np.uint8)  # memory is taken only where something is read
+    try:
+        buffer = np.zeros(ref.nbytes, np.uint8)  # memory is taken only where something is read
+    except (MemoryError, ValueError) as error:
+        raise CorruptError(
+            f"{ref.key} cannot have the {ref.nbytes} bytes that the journal names: it is damaged, use an older "
+            f"checkpoint",
+            key=ref.key,
+        ) from error
     _read_span(store, ref, buffer, ref.nbytes - ref.tail[0], [ref.tail])
     head = decode_head(buffer, ref.key)
     rows = decode_tensors(read_object(store, head.tensors), head)

@@ -20,12 +20,12 @@ import pyarrow.parquet as pq
 from ckptstore.chunkbase import ChunkBase
 from ckptstore.chunktable import ChunkTable, compact_table
 from ckptstore.errors import CorruptError
-from ckptstore.manifest import AttemptId, Index, Member, ObjectRef, PartRef, SegmentRef
+from ckptstore.manifest import AttemptId, Index, Member, ObjectRef, PartRef, SegmentRef, named_key
+from ckptstore.soundness import check_table
 from ckptstore.tablefile import (
     binary,
     box_columns,
     check_seal,
-    check_table,
     chunk_columns,
     chunk_fields,
     codes_of,
@@ -35,6 +35,7 @@ from ckptstore.tablefile import (
     open_table,
     seal,
     spread,
+    texts,
 )
 from ckptstore.tensors import Tensors
 from ckptstore.wire import digest_of, ref_from_json, ref_to_json
@@ -176,13 +177,15 @@ def decode_head(data: Any, what: str) -> IndexHead:
         for n, (digest, nbytes) in enumerate(meta["groups"]):
             found.append((file.metadata.row_group(n).num_rows, at, int(nbytes), str(digest)))
             at += int(nbytes)
+        parts = tuple(
+            PartRef(member=Member(role=ref["role"], rank=int(ref["rank"])), object=ref_from_json(ref))
+            for ref in meta["parts"]
+        )
+        _check_ranks(parts, what)
         return IndexHead(
             run=str(meta["run"]),
             id=AttemptId.parse(meta["id"]),
-            parts=tuple(
-                PartRef(member=Member(role=ref["role"], rank=int(ref["rank"])), object=ref_from_json(ref))
-                for ref in meta["parts"]
-            ),
+            parts=parts,
             tensors=ref_from_json(meta["tensors"]),
             segments=ref_from_json(meta["segments"]),
             rows=int(meta["rows"]),
@@ -193,6 +196,15 @@ def decode_head(data: Any, what: str) -> IndexHead:
     return head
 
 
+def _check_ranks(parts: Sequence[PartRef], what: str) -> None:
+    """Each role has its ranks from 0 up, each once."""
+    roles: dict[str, set[int]] = {}
+    for ref in parts:
+        roles.setdefault(ref.member.role, set()).add(ref.member.rank)
+    if sum(map(len, roles.values())) != len(parts) or any(max(r) >= len(r) for r in roles.values()):
+        raise CorruptError(f"{what} names the parts of other ranks than a role can have", what=what)
+
+
 def decode_tensors(data: bytes, head: IndexHead) -> TensorRows:
     what = head.tensors.key
 
@@ -201,6 +213,8 @@ def decode_tensors(data: bytes, head: IndexHead) -> TensorRows:
         arrow = file.read(use_threads=False)
         dtypes, dtype = codes_of(arrow.column("dtype"))
         counts = ints(arrow, "chunks")
+        if counts.min(initial=0) < 0:
+            raise CorruptError(f"{what} counts less than no chunk", what=what)
         bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         if bounds[-1] != head.rows or not np.array_equal(bounds[:-1], ints(arrow, "first")):
             raise CorruptError(
@@ -208,7 +222,7 @@ def decode_tensors(data: bytes, head: IndexHead) -> TensorRows:
             )
         return TensorRows(
             tensors=Tensors(
-                names=tuple(arrow.column("name").to_numpy()),
+                names=texts(arrow, "name"),
                 dtypes=dtypes,
                 dtype=dtype.astype(np.int16),
                 ndim=ints(arrow, "ndim", np.int8),
@@ -230,9 +244,9 @@ def decode_segments(data: bytes, head: IndexHead) -> tuple[SegmentRef, ...]:
         arrow = file.read(use_threads=False)
         headers = binary(arrow.column("header")).tobytes().hex()
         return tuple(
-            SegmentRef(key=key, nbytes=nbytes, header=headers[32 * n : 32 * n + 32])
+            SegmentRef(key=named_key(key), nbytes=nbytes, header=headers[32 * n : 32 * n + 32])
             for n, (key, nbytes) in enumerate(
-                zip(arrow.column("key").to_numpy(), ints(arrow, "nbytes").tolist(), strict=True)
+                zip(texts(arrow, "key"), ints(arrow, "nbytes").tolist(), strict=True)
             )
         )
 

@@ -19,6 +19,7 @@ from ckptstore.replicaset import ReplicaSet
 FORMAT = 1
 
 _ROLE = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _ATTEMPT = re.compile(r"f(\d{4,})/([sp])(\d{8,})-(\d{3,})")
 
 
@@ -111,6 +112,14 @@ class AttemptId:
             raise CorruptError(f"{text!r} is not an attempt such as f0003/s00001500-000", text=text)
         fence, kind, step, number = match.groups()
         return cls(fence=int(fence), kind=kind, step=int(step), number=int(number))
+
+
+def named_key(value: object) -> str:
+    """The key by which one object names another; ValueError for what no store can hold."""
+    key = str(value)
+    if len(key) > 1024 or not _KEY.fullmatch(key):
+        raise ValueError(f"{key[:200]!r} is no key")
+    return key
 
 
 def part_key(attempt: AttemptId, member: Member) -> str:

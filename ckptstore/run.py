@@ -21,7 +21,13 @@ from ckptstore.catalog import RUN_KEY, Catalog, checkpoint_info, read_part
 from ckptstore.chunktable import ChunkTable
 from ckptstore.clock import Clock
 from ckptstore.damage import Damage, find_damage
-from ckptstore.errors import CorruptError, MissingTensorError, NotFoundError, UnsupportedFormatError
+from ckptstore.errors import (
+    BudgetExceededError,
+    CorruptError,
+    MissingTensorError,
+    NotFoundError,
+    UnsupportedFormatError,
+)
 from ckptstore.history import FenceEntry, History, PublishEntry, SummaryEntry
 from ckptstore.index import read_index
 from ckptstore.journal import Journal
@@ -237,14 +243,22 @@ def _allocate(spec: TensorSpec | None, numpy: bool, wanted: dict[str, TensorLeaf
     if spec.name in wanted:
         return wanted[spec.name].data
     data: Any
-    if numpy:
-        data = np.empty(spec.shape, np.dtype(spec.dtype))
-    else:
-        import torch
+    try:
+        if numpy:
+            data = np.empty(spec.shape, np.dtype(spec.dtype))
+        else:
+            import torch
 
-        from ckptstore.interop.torch_tensor import torch_dtype
+            from ckptstore.interop.torch_tensor import torch_dtype
 
-        data = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+            data = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+    except (MemoryError, ValueError, RuntimeError) as error:
+        raise BudgetExceededError(
+            f"{spec.name} has {spec.nbytes} bytes, for which this process gets no memory: read less by names=, or "
+            f"slices of it by run.tensor",
+            tensor=spec.name,
+            wanted_nbytes=spec.nbytes,
+        ) from error
     wanted[spec.name] = TensorLeaf(
         spec=spec, box=Box.whole(spec.shape), data=data, replicas=None, frozen=False
     )

@@ -28,6 +28,48 @@ def tag_of(node: Any) -> str:
     return next(iter(node)) if isinstance(node, dict) else "v"
 
 
+def check_node(node: Any) -> None:
+    """Refuse what `flatten` never wrote, since all other functions take a node's form for granted: ValueError.
+
+    A tag that is not known is of a newer version, and for `decode` to refuse.
+    """
+    if not isinstance(node, dict):
+        if isinstance(node, list):
+            raise ValueError("a list without a tag")
+        return
+    if len(node) != 1:
+        raise ValueError(f"a value with {len(node)} tags")
+    ((tag, value),) = node.items()
+    children: Sequence[Any] = ()
+    if tag == "d":
+        if not _is_pairs(value, (str, int)):
+            raise ValueError("a dict that is no list of keys and values")
+        children = [child for _, child in value]
+    elif tag in ("l", "t"):
+        if not isinstance(value, list):
+            raise ValueError("a sequence that is no list")
+        children = value
+    elif tag in ("T", "N"):
+        if not isinstance(value, str):
+            raise ValueError(f"a tensor named {value!r}")
+    elif tag == "x":
+        if not (isinstance(value, list) and len(value) == 2 and _is_pairs(value[0], str)):
+            raise ValueError("experts without declarations")
+        if not all(type(total) is int for _, total in value[0]):
+            raise ValueError("a number of experts that is none")
+        children = value[1:]
+    elif tag in ("z", "o", "p"):
+        children = (value,)
+    for child in children:
+        check_node(child)
+
+
+def _is_pairs(value: Any, first: type | tuple[type, ...]) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], first) for pair in value
+    )
+
+
 def inner(node: Any) -> Any:
     """What a wrapping node wraps: Frozen, an object with state, a family of experts, PerRank."""
     tag = tag_of(node)

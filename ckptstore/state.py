@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptstore.errors import InvalidInputError
+from ckptstore.errors import CorruptError, InvalidInputError
 from ckptstore.held import (
     ExpertParallel,
     Frozen,
@@ -292,4 +292,9 @@ def decode(node: Any, tensors: Any) -> Any:
         return PerRank(decode(inner, tensors))
     if tag == "ledger":
         return Ledger.from_json(inner)
-    return decode_value(tag, inner)
+    try:
+        return decode_value(tag, inner)
+    except (TypeError, ValueError, LookupError) as error:
+        raise CorruptError(
+            f"a stored value tagged {tag!r} cannot be read ({error}): it is damaged, run `ckptstore verify`"
+        ) from error

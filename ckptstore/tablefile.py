@@ -16,13 +16,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ckptstore.chunkbase import ChunkBase
 from ckptstore.chunktable import DIGEST_NBYTES, RAW, ChunkTable, compact_table
-from ckptstore.codec.base import NAMES
 from ckptstore.errors import CorruptError, UnsupportedFormatError
-from ckptstore.manifest import FORMAT, AttemptId, Member, Part, SegmentRef
+from ckptstore.manifest import FORMAT, AttemptId, Member, Part, SegmentRef, named_key
 from ckptstore.replicaset import ReplicaSet
-from ckptstore.tensor import DTYPES
+from ckptstore.soundness import check_table
 from ckptstore.tensors import Tensors
 from ckptstore.wire import canonical, check_format, digest_of, load_json
 
@@ -81,7 +79,7 @@ def decode_part(data: bytes, what: str) -> Part:
             policy_version=meta["policy_version"],
             planned=int(meta["planned"]),
             segments=tuple(
-                SegmentRef(key=str(k), nbytes=int(n), header=str(h)) for k, n, h in meta["segments"]
+                SegmentRef(key=named_key(k), nbytes=int(n), header=str(h)) for k, n, h in meta["segments"]
             ),
             witnesses={str(k): str(v) for k, v in meta["witnesses"].items()},
             state=meta["state"],
@@ -286,7 +284,23 @@ def codes_of(column: Any) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
 
 
 def ints(arrow: Any, name: str, dtype: Any = np.int64) -> npt.NDArray[Any]:
-    return np.asarray(arrow.column(name).to_numpy()).astype(dtype, copy=False)
+    """A column of integers that `dtype` holds; ValueError for any other."""
+    column = arrow.column(name)
+    if not pa.types.is_integer(column.type) or column.null_count:
+        raise ValueError(f"column {name} is {column.type} with {column.null_count} nulls")
+    values = np.asarray(column.to_numpy())
+    found = values.astype(dtype, copy=False)
+    if found.dtype != values.dtype and (found != values).any():
+        raise ValueError(f"column {name} has numbers beyond {np.dtype(dtype)}")
+    return found
+
+
+def texts(arrow: Any, name: str) -> tuple[str, ...]:
+    """A column of texts, none of which is missing; ValueError for any other."""
+    column = arrow.column(name)
+    if not pa.types.is_string(column.type) or column.null_count:
+        raise ValueError(f"column {name} is {column.type} with {column.null_count} nulls")
+    return tuple(column.to_numpy())
 
 
 def grid(arrow: Any, prefix: str) -> npt.NDArray[np.int64]:
@@ -299,6 +313,9 @@ def grid(arrow: Any, prefix: str) -> npt.NDArray[np.int64]:
 
 
 def binary(column: Any) -> npt.NDArray[np.uint8]:
+    """A column of digests, none of which is missing; ValueError for any other."""
+    if column.type != pa.binary(DIGEST_NBYTES) or column.null_count:
+        raise ValueError(f"a column of digests is {column.type} with {column.null_count} nulls")
     parts = [
         np.frombuffer(c.buffers()[1], np.uint8)[
             c.offset * DIGEST_NBYTES : (c.offset + len(c)) * DIGEST_NBYTES
@@ -348,53 +365,3 @@ def _part_table(arrow: Any) -> ChunkTable:
     return ChunkTable(
         tensors=tensors, tensor=tensor, segments=segments, segment=segment, **chunk_fields(arrow)
     )
-
-
-def check_table(table: ChunkTable, what: str) -> None:
-    """Refuse rows that can never be true: boxes outside their tensors, sizes that do not fit, bad offsets."""
-    unknown = [name for name in table.tensors.dtypes if name not in DTYPES]
-    if unknown:
-        raise UnsupportedFormatError(
-            f"{what} has tensors of dtype {unknown[0]!r}: upgrade ckptstore", what=what
-        )
-    if not len(table):
-        return
-    depth = table.offset.shape[1]
-    limit = table.tensors.padded(depth, 1)[table.tensor]
-    wrong = np.zeros(len(table), np.bool_)
-    for d in range(depth):
-        offset, extent = table.offset[:, d], table.shape[:, d]
-        wrong |= (offset < 0) | (extent < 0) | (offset > limit[:, d]) | (extent > limit[:, d] - offset)
-    raw, sizes = ~table.encoded, table.sizes
-    known = np.array([codec in NAMES for codec in table.codecs])[table.codec]
-    wrong |= raw & (table.nbytes != sizes)
-    wrong |= known & ((table.nbytes == 0) | (table.nbytes >= sizes))
-    wrong |= (table.start < 0) | (table.nbytes < 0)
-    stored = table.stored_digests.any(axis=1)
-    wrong |= (raw & stored) | (known & ~stored)
-    based = np.array([bool(text) for text in table.base or [""] * len(table)])
-    wrong |= (raw | known) & (based != table.deltas)
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        raise CorruptError(
-            f"{what}: chunk {row} of {table.spec(row).name} has box {table.offset[row].tolist()}, "
-            f"{table.shape[row].tolist()} and {int(table.nbytes[row])} bytes, which cannot be: it is damaged",
-            what=what,
-            tensor=table.spec(row).name,
-        )
-    for row in np.flatnonzero(based).tolist():
-        _check_base(table, row, int(sizes[row]), what)
-
-
-def _check_base(table: ChunkTable, row: int, size: int, what: str) -> None:
-    """Refuse a base that is none, or that cannot be the bytes that the delta starts from."""
-    try:
-        base = ChunkBase.parse(table.base[row])
-    except CorruptError as error:
-        raise CorruptError(f"{what}: {error}", what=what, tensor=table.spec(row).name) from error
-    if base.nbytes != size if base.codec == RAW else not 0 < base.nbytes < size:
-        raise CorruptError(
-            f"{what}: {table.spec(row).name} has {size} bytes and builds on {base}, which cannot be: it is damaged",
-            what=what,
-            tensor=table.spec(row).name,
-        )

@@ -27,7 +27,7 @@ from ckptstore.history import (
     RetireEntry,
     SummaryEntry,
 )
-from ckptstore.manifest import FORMAT, AttemptId, ObjectRef, Roster
+from ckptstore.manifest import FORMAT, AttemptId, ObjectRef, Roster, named_key
 
 # Kinds of format 1 that this version neither writes nor can fold: met, they are refused, never skipped (R7).
 LATER_KINDS = ("compact", "pin", "unpin", "detach", "drained")
@@ -66,9 +66,10 @@ def ref_to_json(ref: ObjectRef) -> dict[str, Any]:
 
 
 def ref_from_json(value: Any) -> ObjectRef:
+    """Raises KeyError, TypeError or ValueError for what is none."""
     tail = value.get("tail")
     return ObjectRef(
-        key=str(value["key"]),
+        key=named_key(value["key"]),
         nbytes=int(value["nbytes"]),
         digest=str(value["digest"]),
         tail=None if tail is None else (int(tail["nbytes"]), str(tail["digest"])),
@@ -155,6 +156,15 @@ def _body_to_json(body: Body) -> dict[str, Any]:
             return {"state": body.state}
 
 
+def _counters_from_json(value: Any) -> dict[str, Any]:
+    """What a commit counted: whole numbers, and ranks by role. Others may come later."""
+    told = dict(value)
+    told |= {name: int(told[name]) for name in ("nbytes", "nbytes_written", "nbytes_reused") if name in told}
+    if "roles" in told:
+        told["roles"] = {str(role): int(size) for role, size in told["roles"].items()}
+    return told
+
+
 def _body_from_json(kind: str, value: Mapping[str, Any], what: str) -> Body:
     if kind == "fence":
         return FenceEntry(
@@ -164,7 +174,7 @@ def _body_from_json(kind: str, value: Mapping[str, Any], what: str) -> Body:
             reason=value["reason"],
             roster=roster_from_json(value["roster"]),
             job=str(value["job"]),
-            founding=value["founding"],
+            founding=None if value["founding"] is None else dict(value["founding"]),
         )
     if kind == "commit":
         return CommitEntry(
@@ -174,7 +184,7 @@ def _body_from_json(kind: str, value: Mapping[str, Any], what: str) -> Body:
             witnesses={str(key): AttemptId.parse(id) for key, id in value["witnesses"].items()},
             level=str(value["level"]),
             publication=_publication_from_json(value["publication"]),
-            counters=dict(value["counters"]),
+            counters=_counters_from_json(value["counters"]),
         )
     if kind == "abandon":
         return AbandonEntry(
@@ -292,6 +302,10 @@ def fold_from_json(value: Mapping[str, Any], what: str) -> Fold:
         fold.rotten = {str(key) for key in value["rotten"]}
         fold.abandoned = {AttemptId.parse(id): str(reason) for id, reason in value["abandoned"].items()}
         fold.released = {int(fence) for fence in value["released"]}
+        for entry in fold.fences.values():
+            fold.check_fence(entry)
+        if fold.fence not in (fold.fences or {0}):
+            raise ValueError(f"its newest fence {fold.fence} is not among its fences")
     except CkptStoreError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "wire",
+        "soundness",
         "tablefile",
         "indexfile",
         "segment",

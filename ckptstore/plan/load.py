@@ -364,8 +364,11 @@ def _cuts(
     cuts = [0]
     for low, high in pairwise(edges):
         begins = starts[low:high]
-        ends = np.maximum.accumulate(stops[low:high])  # in a damaged table a chunk may lie within another
-        far = np.flatnonzero(begins[1:] - ends[:-1] > gap_nbytes) + 1
+        ends = np.maximum.accumulate(
+            stops[low:high]
+        )  # in a damaged table chunks may overlap: each alone then
+        gaps = begins[1:] - ends[:-1]
+        far = np.flatnonzero((gaps > gap_nbytes) | (gaps < 0)) + 1
         first = 0
         for limit in [*far.tolist(), high - low]:
             while first < limit:

@@ -321,7 +321,40 @@ def test_a_summary_that_drops_a_field_is_noticed(name: str, monkeypatch: pytest.
     fold = rich_history().fold
     told = fold_to_json(fold)
     told[name] = type(told[name])()
-    assert fold_to_json(fold_from_json(told, "summary")) != fold_to_json(fold)
+    try:
+        assert fold_to_json(fold_from_json(told, "summary")) != fold_to_json(fold)
+    except CorruptError as error:
+        assert "summary" in str(error) or "continues from" in str(error)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        Origin(kind="checkpoint", checkpoint=AttemptId(fence=2, step=1)),
+        Origin(kind="checkpoint"),
+        Origin(kind="adopt", fence=2),
+        Origin(kind="adopt", fence=9),
+        Origin(kind="adopt"),
+        Origin(kind="other"),
+    ],
+    ids=str,
+)
+def test_a_fence_that_continues_from_nothing_before_it_is_refused(origin: Origin) -> None:
+    """Its lineage would have no end, and every question to it would wait for one."""
+    history = rich_history()
+    entry = FenceEntry(
+        fence=history.fence + 1,
+        replaces=history.fence,
+        origin=origin if origin.fence != 2 else Origin(kind="adopt", fence=history.fence + 1),
+        reason=None,
+        roster=Roster.of({"trainer": 1}),
+        job="job",
+    )
+    with pytest.raises(CorruptError, match="continues from"):
+        history.fold.check_fence(entry)
+    history.fold.fences[entry.fence], history.fold.fence_slot[entry.fence] = entry, history.slots
+    with pytest.raises(CorruptError, match="continues from"):
+        fold_from_json(fold_to_json(history.fold), "summary")
 
 
 # -- damage
