@@ -25,6 +25,7 @@ from ckptstore.held import (
     torch_module,
 )
 from ckptstore.ledger import Ledger
+from ckptstore.memoryspan import repeats
 from ckptstore.pieces import describe
 from ckptstore.skeleton import WRAPPERS, has_tensors, inner, tag_of, tensor_paths
 from ckptstore.state import TensorLeaf, decode, has_state_dict, unwrap
@@ -278,11 +279,7 @@ def _setter(container: Any, key: Any, value: Any) -> Callable[[], None]:
 
 
 def _is_read_only(data: Any) -> bool:
-    if isinstance(data, np.ndarray):
-        return not data.flags.writeable
-    from ckptstore.interop.torch_tensor import shares_elements
-
-    return shares_elements(data)
+    return repeats(data) or (isinstance(data, np.ndarray) and not data.flags.writeable)
 
 
 def _holds_tensors(target: Any) -> bool:

@@ -1,8 +1,9 @@
-"""Targets that are one tensor under several names, and whether what was saved fits that.
+"""Targets that are one tensor under several names, or share memory, and whether what was saved fits that.
 
 Weights that are tied when they are saved are stored once. A target may be tied where the checkpoint is
 not; then its one tensor can only be filled if both stored ones are equal, which is found out before
-anything is changed. Argued in docs/explanation/layouts.md.
+anything is changed. So it is with a view of a target (a transpose, a part of a flat buffer) beside it: what
+was saved of the shared elements must be equal. Argued in docs/explanation/layouts.md.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.chunktable import ChunkTable
+from ckptstore.memoryspan import agree, is_contiguous, overlapping, span_of
 from ckptstore.pieces import address_of, memory_of
 from ckptstore.reader import read_leaves
 from ckptstore.state import TensorLeaf
 from ckptstore.store.base import Store
 from ckptstore.tensor import itemsize
+
+_SHOWN = 5
 
 
 def join_tied(
@@ -28,8 +32,7 @@ def join_tied(
 
     Reads nothing unless two stored tensors were cut differently or differ somewhere.
     """
-    addresses = [address_of(leaf.data) for leaf in leaves if leaf.box.numel]
-    if len(set(addresses)) == len(addresses):  # nearly always, and cheaper to find out
+    if _lie_apart(leaves):  # nearly always, and cheaper to find out
         return list(leaves), []
     first: dict[Any, TensorLeaf] = {}
     kept, problems, judged = list[TensorLeaf](), list[str](), set[tuple[str, str]]()
@@ -46,7 +49,34 @@ def join_tied(
             f"{names[0]} and {names[1]} are one tensor here but were saved with different values: untie them, or ask "
             f"for one of them only"
         )
-    return kept, problems
+    return kept, problems + _find_torn(store, table, kept)
+
+
+def _lie_apart(leaves: Sequence[TensorLeaf]) -> bool:
+    """Are all contiguous, and does each end before the next begins? False where only a closer look tells."""
+    held = [leaf for leaf in leaves if leaf.box.numel]
+    if not all(is_contiguous(leaf.data) for leaf in held):
+        return False
+    start = np.array([address_of(leaf.data) for leaf in held], np.uint64)
+    stop = start + np.array([leaf.nbytes for leaf in held], np.uint64)
+    order = np.argsort(start)
+    return bool((stop[order][:-1] <= start[order][1:]).all())
+
+
+def _find_torn(store: Store, table: ChunkTable, leaves: Sequence[TensorLeaf]) -> list[str]:
+    """A sentence for each memory that several leaves show parts of, and for which they were saved unequal."""
+    found = [(leaf, span) for leaf in leaves if (span := span_of(leaf.data)) is not None]
+    problems = []
+    for group in overlapping([span for _, span in found]):
+        some = [found[n] for n in group]
+        if not agree([span for _, span in some], (_read(store, table, leaf) for leaf, _ in some)):
+            names = sorted({leaf.spec.name for leaf, _ in some})
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            problems.append(
+                f"{', '.join(names[:_SHOWN])}{more} share memory here but were saved with different values of it: "
+                f"give them memory of their own, or ask for one of them only"
+            )
+    return problems
 
 
 def _equal(store: Store, table: ChunkTable, one: TensorLeaf, two: TensorLeaf) -> bool:
@@ -61,7 +91,7 @@ def _chunks(table: ChunkTable, name: str) -> set[tuple[Any, bytes]]:
 
 
 def _read(store: Store, table: ChunkTable, leaf: TensorLeaf) -> npt.NDArray[np.uint8]:
-    """The stored bytes of the leaf's box, in memory of their own."""
+    """The bytes that the leaf's box would have in the leaf's memory, row-major, in memory of their own."""
     data = np.empty(leaf.box.numel * itemsize(leaf.spec.dtype), np.uint8)
     if isinstance(leaf.data, np.ndarray):
         scratch: Any = data.view(leaf.data.dtype).reshape(leaf.box.shape)
@@ -69,6 +99,11 @@ def _read(store: Store, table: ChunkTable, leaf: TensorLeaf) -> npt.NDArray[np.u
         from ckptstore.interop.torch_tensor import from_bytes
 
         scratch = from_bytes(data, leaf.spec.dtype, leaf.box.shape)
+        # Filled through such views, memory gets other bytes than are stored.
+        if data.size and leaf.data.is_conj():
+            scratch = scratch.conj()
+        if data.size and leaf.data.is_neg():
+            scratch = scratch._neg_view()
     read_leaves(
         store,
         table,

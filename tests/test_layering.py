@@ -76,6 +76,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "clock",
             "values",
             "held",
+            "memoryspan",
             "pieces",
             "state",
             "plainvalue",

@@ -69,15 +69,6 @@ def check_dense(tensor: torch.Tensor, where: str) -> None:
         raise InvalidInputError(f"{where} {reason} and has no plain bytes: save a dense tensor", name=where)
 
 
-def shares_elements(tensor: torch.Tensor) -> bool:
-    """Do several elements lie in the same memory (an expanded tensor), so that they cannot be filled?"""
-    if tensor.is_contiguous():
-        return False
-    return tensor.numel() > 0 and any(
-        n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-
-
 def byte_view(tensor: torch.Tensor) -> npt.NDArray[np.uint8] | None:
     """The tensor's own memory as bytes, or None where it is not contiguous CPU memory.
 
