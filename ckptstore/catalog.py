@@ -13,7 +13,7 @@ from ckptstore.errors import CorruptError, NoCheckpointError, NotFoundError
 from ckptstore.history import History
 from ckptstore.index import OpenIndex, open_index, read_index
 from ckptstore.journal import Journal
-from ckptstore.manifest import AttemptId, CheckpointInfo, Index, Part, PartRef
+from ckptstore.manifest import AttemptId, CheckpointInfo, Index, Part, PartRef, whole_number
 from ckptstore.skeleton import check_node, tag_of
 from ckptstore.store.base import Store
 from ckptstore.tablefile import decode_part
@@ -53,6 +53,7 @@ class Catalog:
 
     def find(self, step: int | None) -> AttemptId:
         """The newest good checkpoint, of `step` when given (then an abandoned or bad one if there is no good one)."""
+        step = None if step is None else whole_number(step, "step")
         history = self.history
         good = [id for id in history.good() if step in (None, id.step)]
         others = [id for id in history.live() if step is not None and id.step == step]

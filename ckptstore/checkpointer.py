@@ -29,7 +29,7 @@ from ckptstore.errors import (
 )
 from ckptstore.incarnation import Incarnation, Token, begin
 from ckptstore.journal import Journal
-from ckptstore.manifest import AttemptId, Member
+from ckptstore.manifest import AttemptId, Member, whole_number
 from ckptstore.mapping import TensorMap
 from ckptstore.restore import RestoreReport, Sharing, agreed, mark_bad, restore_member
 from ckptstore.savehandle import SaveHandle
@@ -64,9 +64,9 @@ class Checkpointer:
         on_phase: Phase | None = None,
     ) -> None:
         self._token = Token.parse(inc) if isinstance(inc, str) else inc._token
-        self._member = Member(role=role, rank=rank)
+        self._member = Member(role=role, rank=whole_number(rank, "rank"))
         size = self._token.roster.size(role)
-        if rank >= size:
+        if self._member.rank >= size:
             raise InvalidInputError(
                 f"{self._member} is not in the roster {dict(self._token.roster.roles)}: begin with one that has it",
                 role=role,
@@ -181,6 +181,7 @@ class Checkpointer:
         (the state's path is named) changes nothing but that this attempt is given up, for the other members too.
         """
         self._check_open()
+        step = whole_number(step, "step")
         if step < 0 or (self._last_step is not None and step < self._last_step):
             raise InvalidInputError(
                 f"step {step} after step {self._last_step}: under one fence steps never decrease; begin anew",
@@ -193,6 +194,8 @@ class Checkpointer:
         handle = SaveHandle(AttemptId(fence=self._token.fence, step=step, number=number))
         self._last_step = step
         try:
+            if policy_version is not None:
+                policy_version = whole_number(policy_version, "policy_version", first=0)
             staged, data = self._contributor.begin(
                 handle.attempt, state, self._baseline, timeout_s=self._commit_timeout_s * 2
             )

@@ -35,7 +35,7 @@ from ckptstore.errors import (
 from ckptstore.history import CHECKPOINT, FenceEntry, History, MarkEntry, Origin, ReleaseEntry
 from ckptstore.index import read_index
 from ckptstore.journal import Journal, new_id
-from ckptstore.manifest import FORMAT, AttemptId, Member, Roster
+from ckptstore.manifest import FORMAT, AttemptId, Member, Roster, whole_number
 from ckptstore.recovery.point import choose_origin
 from ckptstore.store.base import Store, open_store
 from ckptstore.store.probe import probe
@@ -212,8 +212,11 @@ def begin(
     InvalidInputError (the store fails the probe), CorruptError or UnsupportedFormatError (the journal).
     """
     wanted = Roster.of(roster)
-    leader = Member(role=committer[0], rank=committer[1]) if committer is not None else wanted.committer
-    if leader not in wanted.members:
+    resume = resume if isinstance(resume, str) else whole_number(resume, "resume", first=0)
+    leader = wanted.committer
+    if committer is not None:
+        leader = Member(role=committer[0], rank=whole_number(committer[1], "the committer's rank"))
+    if leader.rank >= wanted.size(leader.role):
         raise InvalidInputError(
             f"committer {leader} is not in the roster {dict(roster)}: name a member of it"
         )

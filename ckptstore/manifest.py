@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from typing import Any
+
+import numpy as np
 
 from ckptstore.chunktable import ChunkTable
 from ckptstore.errors import CorruptError, InvalidInputError
@@ -18,9 +22,31 @@ from ckptstore.replicaset import ReplicaSet
 
 FORMAT = 1
 
+RANKS_MAX = 1 << 20  # every commit needs the parts of all of them
+
 _ROLE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _ATTEMPT = re.compile(r"f(\d{4,})/([sp])(\d{8,})-(\d{3,})")
+
+
+def whole_number(value: object, what: str, *, first: int | None = None) -> int:
+    """The plain int, `first` or more, that a caller gave as `what`, also as numpy's or torch's.
+
+       InvalidInputError for all else.
+    A bool is refused, and text, and a float: each would go into keys and JSON as something else.
+    """
+    number = None
+    if not isinstance(value, (bool, np.bool_)):
+        with suppress(TypeError):
+            number = index(value)  # type: ignore[arg-type]
+    if number is None or (first is not None and number < first):
+        more = "" if first is None else f" from {first} up"
+        raise InvalidInputError(
+            f"{what} is {value!r}, of type {type(value).__name__}: give an int{more}",
+            what=what,
+            value=repr(value),
+        )
+    return number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -31,7 +57,7 @@ class Member:
     rank: int
 
     def __post_init__(self) -> None:
-        if not _ROLE.fullmatch(self.role):
+        if not isinstance(self.role, str) or not _ROLE.fullmatch(self.role):
             raise InvalidInputError(
                 f"role {self.role!r} is not a name: use lower-case letters, digits and '_'", role=self.role
             )
@@ -55,7 +81,15 @@ class Roster:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Roster:
-        return cls(roles=tuple((role, int(size)) for role, size in sizes.items()))
+        if not isinstance(sizes, Mapping):
+            raise InvalidInputError(
+                f"the roster is a {type(sizes).__name__}: give a dict of roles and sizes, such as {{'trainer': 8}}"
+            )
+        return cls(
+            roles=tuple(
+                (role, whole_number(size, f"the size of role {role!r}")) for role, size in sizes.items()
+            )
+        )
 
     def __post_init__(self) -> None:
         if not self.roles:
@@ -64,6 +98,10 @@ class Roster:
             Member(role=role, rank=0)
             if size < 1:
                 raise InvalidInputError(f"role {role!r} has size {size}: leave it out, or give at least 1")
+            if size > RANKS_MAX:
+                raise InvalidInputError(
+                    f"role {role!r} has size {size}: at most {RANKS_MAX} ranks make a role"
+                )
         if len({role for role, _ in self.roles}) != len(self.roles):
             raise InvalidInputError(f"roster {self.roles} names a role twice: give each role once")
 

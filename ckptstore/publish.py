@@ -8,7 +8,7 @@ the cut's publication is announced again from its stored objects (protocol R29 t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -23,13 +23,15 @@ from ckptstore.history import CHECKPOINT, History, PublishEntry
 from ckptstore.incarnation import Incarnation, Token
 from ckptstore.index import open_index
 from ckptstore.journal import Journal
-from ckptstore.manifest import AttemptId, Member, PublicationId
+from ckptstore.manifest import AttemptId, Member, PublicationId, whole_number
 from ckptstore.mapping import TensorMap
 from ckptstore.outcome import fenced
 from ckptstore.reader import read_leaves
 from ckptstore.skeleton import union
+from ckptstore.state import TensorLeaf
 from ckptstore.store.base import open_store
-from ckptstore.stored_leaves import read_translated
+from ckptstore.stored_leaves import find_unequal_scalars, stored_leaves
+from ckptstore.tied import join_tied
 from ckptstore.translation import Translation
 
 
@@ -51,9 +53,9 @@ class Publisher:
         clock: Clock | None = None,
     ) -> None:
         self._token = Token.parse(inc) if isinstance(inc, str) else inc._token
-        self._member = Member(role=role, rank=rank)
+        self._member = Member(role=role, rank=whole_number(rank, "rank"))
         size = self._token.roster.size(role)
-        if rank >= size:
+        if self._member.rank >= size:
             raise InvalidInputError(
                 f"{self._member} is not in the roster {dict(self._token.roster.roles)}: publish from a member of it",
                 role=role,
@@ -70,7 +72,7 @@ class Publisher:
         self._timeout_s = timeout_s
         members = tuple(Member(role=role, rank=n) for n in range(size))
         committer = None
-        if rank == 0:
+        if self._member.rank == 0:
             committer = Committer(
                 store=self._store,
                 journal=self._journal,
@@ -100,11 +102,17 @@ class Publisher:
         InconsistentCutError: the number is not due, or the ranks' parts contradict each other.
         FencedError, IncompleteSaveError, TimeoutError as for a save.
         """
+        number = whole_number(number, "number", first=0)
         tries = self._counts.get(number, 0)
         self._counts[number] = tries + 1
         attempt = AttemptId(fence=self._token.fence, step=number, number=tries, kind="p")
-        staged, data = self._contributor.begin(attempt, state, None, timeout_s=self._timeout_s)
-        staging = self._contributor.stage_beside(staged, data)
+        try:
+            staged, data = self._contributor.begin(attempt, state, None, timeout_s=self._timeout_s)
+            staging = self._contributor.stage_beside(staged, data)
+        except Exception as error:
+            if self._contributor.size > 1:
+                self._contributor.give_up(attempt, error)  # or the others would wait for this part
+            raise
         self._contributor.contribute(
             staged,
             baseline=None,
@@ -230,13 +238,20 @@ class Subscriber:
             binding.check_specs(stored)
             binding.refuse()
             table = index.table(leaf.spec.name for leaf in binding.leaves)
-            report = read_leaves(self._catalog.store, table, binding.leaves)
+            leaves: Sequence[TensorLeaf] = binding.leaves
         else:
             translation = Translation(mapping, saved, stored, role=binding.role)
             binding.bind(into, translation.skeleton)
             binding.check_translated(translation)
             binding.refuse()
             table = index.table(n for leaf in binding.leaves for n in translation.equals(leaf.spec.name))
-            report = read_translated(self._catalog.store, table, translation, binding.leaves)
+            binding.mismatched += find_unequal_scalars(
+                self._catalog.store, table, translation, binding.leaves
+            )
+            leaves = stored_leaves(table, translation, binding.leaves)
+        leaves, unequal = join_tied(self._catalog.store, table, leaves)
+        binding.mismatched += unequal
+        binding.refuse()
+        report = read_leaves(self._catalog.store, table, leaves)
         binding.apply()
         return LoadReport(id=id, nbytes=report.nbytes_wanted, nbytes_read=report.nbytes_read)
