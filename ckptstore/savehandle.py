@@ -42,7 +42,7 @@ class SaveHandle:
                 raise
             raise TimeoutError(f"step {self.step} is still being saved after {timeout_s:g} s") from None
         except BaseException:
-            self._told = True
+            self._told = self._done.done()  # an interrupted wait has told nothing: `close` will
             raise
         return info
 

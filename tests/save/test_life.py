@@ -47,6 +47,29 @@ def failing(inc: Incarnation) -> tuple[FaultStore, list[str]]:
     return store, prefixes
 
 
+def test_close_tells_a_failure_also_after_a_wait_was_interrupted(
+    inc: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+
+    def fail(phase: str, step: int) -> None:
+        assert gate.wait(WAIT_S)
+        raise RuntimeError("broken")
+
+    ckpt = Checkpointer(inc, role="trainer", rank=0, on_phase=fail)
+    handle = ckpt.save(1, {"w": torch.ones(2)})
+
+    def interrupted(timeout_s: float) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(handle._done, "result", interrupted)
+        handle.result(WAIT_S)
+    gate.set()
+    with pytest.raises(RuntimeError, match="broken"):
+        ckpt.close(WAIT_S)
+
+
 def test_a_part_is_durable_before_the_checkpoint_is_committed(inc: Any) -> None:
     gate = Gate("part_written")
     with Checkpointer(inc, role="trainer", rank=0, on_phase=gate) as ckpt:
