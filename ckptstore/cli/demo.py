@@ -6,11 +6,10 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from ckptstore.cli.output import FINE, PROBLEM, json_text, progress_bar, say
+from ckptstore.cli.output import FINE, PROBLEM, json_text, progress_bar, say, stdout_on_stderr
 from ckptstore.demo.command import DemoOptions, run_demo
 from ckptstore.demo.result import DemoOutcome
 from ckptstore.errors import InvalidInputError
@@ -96,18 +95,3 @@ def _tell(outcome: DemoOutcome, following: str, *, as_json: bool) -> None:
     from ckptstore.demo.table import print_outcome
 
     print_outcome(Console(file=sys.stdout, highlight=False), outcome, following=following)
-
-
-@contextmanager
-def stdout_on_stderr() -> Iterator[None]:
-    """Whatever is printed goes to stderr, also by libraries and child processes that know only descriptor 1."""
-    sys.stdout.flush()
-    kept, printed = os.dup(1), sys.stdout
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    try:
-        yield
-    finally:
-        sys.stdout = printed
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -140,6 +140,21 @@ def emit(told: Mapping[str, Any], lines: Callable[[], Sequence[str]], *, as_json
 # -- stderr
 
 
+@contextmanager
+def stdout_on_stderr() -> Iterator[None]:
+    """Whatever is printed goes to stderr, also by libraries and child processes that know only descriptor 1."""
+    sys.stdout.flush()
+    kept, printed = os.dup(1), sys.stdout
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = printed
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def say(sentence: str) -> None:
     """One line for the person at the terminal."""
     sys.stderr.write(sentence + "\n")

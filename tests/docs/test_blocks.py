@@ -34,6 +34,7 @@ SHOWN_ONLY = (
 TRANSCRIPTS = {
     "tools": "installs an environment and runs for minutes; the commands themselves are what CI runs",
     "install": "needs a package index",
+    "bench": "measures for minutes, or needs a package index",
 }
 COMMAND = str(Path(sys.executable).with_name("ckptstore"))
 COMMAND_S = 60.0
