@@ -141,7 +141,7 @@ class Contributor:
 
     def stage(self, staged: Staged, data: Sequence[Any]) -> None:
         """Copy what this member will write; the caller may change its tensors as soon as this returns."""
-        staged.snapshot.stage(data, self._helpers)
+        staged.snapshot.stage(data, helpers=self._helpers)
 
     def stage_beside(self, staged: Staged, data: Sequence[Any]) -> Future[None]:
         """As `stage`, in another thread."""

@@ -8,39 +8,22 @@ snapshot lives in this process and can be lost; what is durable is decided elsew
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from ckptstore.chunktable import TableFrame
 from ckptstore.errors import InternalError
-from ckptstore.held import torch_module
 from ckptstore.image import Image, make_images
 from ckptstore.plan.save import PlannedChunk
+from ckptstore.sources import BlockCopies, Bytes, Sources, places_of
 from ckptstore.staging import Block, StagingMemory
 from ckptstore.state import Structure
 from ckptstore.store.base import BLOCK_NBYTES
-from ckptstore.tensor import Box, TensorSpec, cut_flat_range, itemsize
+from ckptstore.tensor import Box, TensorSpec, itemsize
 
 TWO_THREADS_NBYTES: Final = 32 << 20  # below, a second thread costs more than it copies
-SMALL_NBYTES: Final = 512 << 10  # copies below are made many at a time: each call costs as much as 10 KiB
-
-Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BlockCopies:
-    """What fills one block, end to end: `nbytes[k]` bytes from byte `start[k]` of leaf `leaf[k]`, at byte `at[k]`."""
-
-    size: int
-    leaf: tuple[int, ...]
-    start: tuple[int, ...]
-    at: tuple[int, ...]
-    nbytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,10 +33,9 @@ class CopyPlan:
     Blocks of all images are counted on; `place[chunk]` is where the chunk begins in them, in bytes (-1: not copied).
     """
 
-    specs: tuple[TensorSpec, ...]
-    shapes: tuple[tuple[int, ...], ...]
     images: tuple[Image, ...]
     blocks: tuple[BlockCopies, ...]
+    sources: Sources
     place: tuple[int, ...]
 
     @classmethod
@@ -64,13 +46,8 @@ class CopyPlan:
             for chunk, start in zip(image.chunks, image.starts, strict=True):
                 place[chunk] = first + start
             blocks += _blocks(structure, plan, image)
-        return cls(
-            specs=structure.specs,
-            shapes=tuple(box.shape for box in structure.boxes),
-            images=images,
-            blocks=tuple(blocks),
-            place=tuple(place),
-        )
+        sources = Sources(structure.specs, [box.shape for box in structure.boxes], blocks)
+        return cls(images=images, blocks=tuple(blocks), sources=sources, place=tuple(place))
 
     @property
     def nbytes(self) -> int:
@@ -123,31 +100,38 @@ class Snapshot:
 
     # -- the trainer's side
 
-    def stage(self, data: Sequence[Any], helpers: Executor | None = None) -> None:
+    def stage(
+        self, data: Sequence[Any], places: tuple[int, ...] | None = None, helpers: Executor | None = None
+    ) -> None:
         """Copy all blocks; the state may be changed as soon as this returns. What fails here, fails the writer too.
 
-        Ends early, without an error, if the writer has given the snapshot up. `helpers` gives the second thread.
+        `places` are those of the flat state whose `data` they are. Ends early, without an error, if the writer has
+        given the snapshot up. `helpers` gives the second thread.
         TimeoutError when no block has become free for too long.
         """
-        sources = _Sources(self.plan, data)
+        try:
+            self.plan.sources.look(places if places is not None else places_of(data))
+        except BaseException as error:
+            self.fail(error)
+            raise
         helper = None
         if helpers is not None and self.plan.nbytes >= TWO_THREADS_NBYTES:
-            helper = helpers.submit(self._work, sources)
+            helper = helpers.submit(self._work, data)
         try:
-            self._work(sources)
+            self._work(data)
         finally:
             if helper is not None:
                 helper.exception()  # told in self._error
         if self._error is not None:
             raise self._error
 
-    def _work(self, sources: _Sources) -> None:
+    def _work(self, data: Sequence[Any]) -> None:
         try:
             while (number := self._begin()) is not None:
                 block = self._blocks[number]
                 if block is None:
                     raise InternalError(f"block {number} was given back before it was staged")
-                sources.copy(self.plan.blocks[number], block)
+                self.plan.sources.copy(number, data, block)
                 with self._changed:
                     self._staged[number] = True
                     self._changed.notify_all()
@@ -281,112 +265,6 @@ class ListedChunks:
 
     def passed(self, chunk: int) -> None:
         """They are the caller's."""
-
-
-class _Sources:
-    """The bytes of the leaves of one save, as cheap to copy from as they can be."""
-
-    def __init__(self, plan: CopyPlan, data: Sequence[Any]) -> None:
-        self._plan = plan
-        self._data = data
-        self._views: list[Any] = [None] * len(data)  # False: not contiguous host memory
-        self._torch = torch_module() is not None
-
-    def copy(self, copies: BlockCopies, block: Block) -> None:
-        for low, high in _runs(copies):
-            if high - low > 1 and self._copy_many(copies, low, high, block):
-                continue
-            for k in range(low, high):
-                out = block.memory[copies.at[k] : copies.at[k] + copies.nbytes[k]]
-                self._copy_one(copies.leaf[k], copies.start[k], out)
-
-    def _view(self, leaf: int) -> Any:
-        view = self._views[leaf]
-        if view is None:
-            found = host_bytes(self._data[leaf])
-            view = self._views[leaf] = False if found is None else found
-        return view
-
-    def _copy_one(self, leaf: int, start: int, out: Bytes) -> None:
-        view = self._view(leaf)
-        if view is False:
-            copy_range(self._data[leaf], self._plan.shapes[leaf], start, out)
-            return
-        source = view[start : start + out.nbytes]
-        if source.nbytes != out.nbytes:
-            raise InternalError(
-                f"{self._plan.specs[leaf].name}: bytes {start} to {start + out.nbytes} lie outside of the "
-                f"{view.nbytes} bytes of its shard"
-            )
-        np.copyto(out, source)
-
-    def _copy_many(self, copies: BlockCopies, low: int, high: int, block: Block) -> bool:
-        """Small pieces of host memory in one call, which holds no lock; False where that cannot be done."""
-        if not self._torch:
-            return False
-        from ckptstore.interop.torch_tensor import concatenate_bytes, from_bytes
-
-        parts = []
-        for k in range(low, high):
-            view = self._view(copies.leaf[k])
-            if view is False or not view.flags.writeable:  # torch warns of memory that it may not write
-                return False
-            start, nbytes = copies.start[k], copies.nbytes[k]
-            if start + nbytes > view.nbytes:
-                return False  # told by the slow way
-            parts.append(view if nbytes == view.nbytes else view[start : start + nbytes])
-        if block.torch is None:
-            block.torch = from_bytes(block.memory, "uint8", (block.nbytes,))
-        concatenate_bytes(parts, block.torch[copies.at[low] : copies.at[high - 1] + copies.nbytes[high - 1]])
-        return True
-
-
-def _runs(copies: BlockCopies) -> Iterator[tuple[int, int]]:
-    """Ranges of copies: small neighbours together, large ones alone."""
-    low, count = 0, len(copies.leaf)
-    while low < count:
-        high = low + 1
-        if copies.nbytes[low] < SMALL_NBYTES:
-            while high < count and copies.nbytes[high] < SMALL_NBYTES:
-                high += 1
-        yield low, high
-        low = high
-
-
-def host_bytes(data: Any) -> Bytes | None:
-    """The elements in host memory, row-major, as bytes and without a copy; None where they do not lie so."""
-    if isinstance(data, np.ndarray):
-        if not data.flags.c_contiguous:
-            return None
-        return data.reshape(-1).view(np.uint8) if data.size else np.zeros(0, np.uint8)
-    from ckptstore.interop.torch_tensor import byte_view
-
-    return byte_view(data)
-
-
-def copy_range(data: Any, shape: tuple[int, ...], start: int, out: Bytes) -> None:
-    """Copy `out.nbytes` bytes from byte `start` of the row-major elements of a tensor or array of any strides."""
-    if not out.nbytes:
-        return
-    size = data.itemsize if isinstance(data, np.ndarray) else data.element_size()
-    first, last = start // size, (start + out.nbytes) // size
-    at = 0
-    for box in cut_flat_range(shape, first, last):
-        part = data[box.slices] if box.shape else data
-        copy_bytes(part, out[at : at + box.numel * size])
-        at += box.numel * size
-
-
-def copy_bytes(data: Any, out: Bytes) -> None:
-    """Copy the elements of a tensor or array, row-major, into `out`."""
-    if not out.nbytes:
-        return
-    if isinstance(data, np.ndarray):
-        np.copyto(out.view(data.dtype).reshape(data.shape), data)
-        return
-    from ckptstore.interop.torch_tensor import copy_to_bytes
-
-    copy_to_bytes(data, out)
 
 
 def whole_leaves(structure: Structure) -> tuple[PlannedChunk, ...]:

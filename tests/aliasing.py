@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
-from ckptstore import snapshot
-from ckptstore.snapshot import BlockCopies, Piece, Snapshot
+from ckptstore.snapshot import Piece, Snapshot
+from ckptstore.sources import Sources, host_bytes
 from ckptstore.staging import Block
 
 
 def alias_instead_of_copying(patch: pytest.MonkeyPatch) -> None:
     """What is written is the caller's own memory, as it is by then."""
-    copy, pieces = snapshot._Sources.copy, Snapshot.pieces
+    copy, pieces = Sources.copy, Snapshot.pieces
     sources: dict[int, list[tuple[int, Any]]] = {}
 
-    def noting(self: Any, copies: BlockCopies, block: Block) -> None:
-        copy(self, copies, block)
-        found = []
+    def noting(self: Sources, number: int, data: Any, block: Block) -> None:
+        copy(self, number, data, block)
+        found, copies = [], self._blocks[number]
         for leaf, start, at, nbytes in zip(copies.leaf, copies.start, copies.at, copies.nbytes, strict=True):
-            view = self._view(leaf)
-            if view is not False:
+            view = host_bytes(data[leaf])
+            if view is not None:
                 found.append((at, view[start : start + nbytes]))
         sources[block.memory.ctypes.data] = found
 
@@ -33,5 +33,5 @@ def alias_instead_of_copying(patch: pytest.MonkeyPatch) -> None:
             found.append(Piece(data[0], None, 0) if data else piece)
         return found
 
-    patch.setattr(snapshot._Sources, "copy", noting)
+    patch.setattr(Sources, "copy", noting)
     patch.setattr(Snapshot, "pieces", aliased)

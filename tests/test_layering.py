@@ -83,6 +83,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "binding",
             "hostmemory",
             "staging",
+            "sources",
             "snapshot",
             "image",
             "digester",

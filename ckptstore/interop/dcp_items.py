@@ -20,7 +20,7 @@ from ckptstore.interop.dcp_names import is_terminal, tags_in
 from ckptstore.interop.torch_tensor import byte_view, check_dense, copy_to_bytes, dtype_name
 from ckptstore.plan.save import CHUNK_NBYTES
 from ckptstore.skeleton import WRAPPERS, escape
-from ckptstore.snapshot import Bytes, copy_range
+from ckptstore.sources import Bytes, copy_range
 from ckptstore.state import TensorLeaf, flatten
 from ckptstore.tensor import Box, TensorSpec, halve, itemsize
 

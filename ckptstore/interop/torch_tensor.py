@@ -115,9 +115,9 @@ def copy_to_bytes(tensor: torch.Tensor, out: npt.NDArray[np.uint8]) -> None:
         target.copy_(plain)
 
 
-def concatenate_bytes(parts: Sequence[npt.NDArray[np.uint8]], out: torch.Tensor) -> None:
+def concatenate(parts: list[torch.Tensor], out: torch.Tensor) -> None:
     """Copy the parts end to end into `out`, which is as long. One call, during which other threads run."""
-    torch.cat([torch.from_numpy(part) for part in parts], out=out)
+    torch.cat(parts, out=out)
 
 
 def copy_box_from_bytes(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore import Checkpointer, CheckpointInfo, CorruptError, Frozen, Sharded, snapshot
-from ckptstore.snapshot import BlockCopies
+from ckptstore import Checkpointer, CheckpointInfo, CorruptError, Frozen, Sharded
+from ckptstore.sources import Sources
 from ckptstore.staging import Block
 from tests.save.runs import WAIT_S, bits, new_url, restore, save_all, store_of
 
@@ -114,13 +114,13 @@ def test_a_chunk_is_written_anew_after_so_many_references(ranks: int) -> None:
 
 def test_what_is_frozen_is_not_even_read_after_the_first_save(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
-    copy = snapshot._Sources.copy
+    copy = Sources.copy
 
-    def counting(self: Any, copies: BlockCopies, block: Block) -> None:
-        copied.extend(self._plan.specs[leaf].name for leaf in copies.leaf)
-        copy(self, copies, block)
+    def counting(self: Sources, number: int, data: Any, block: Block) -> None:
+        copied.extend(self.specs[leaf].name for leaf in self._blocks[number].leaf)
+        copy(self, number, data, block)
 
-    monkeypatch.setattr(snapshot._Sources, "copy", counting)
+    monkeypatch.setattr(Sources, "copy", counting)
     url = new_url()
     run_steps(url, 2, range(4))
     run_steps(url, 2, range(4, 6), restored=True)
