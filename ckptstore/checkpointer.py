@@ -173,8 +173,15 @@ class Checkpointer:
 
     # -- save
 
-    def save(self, step: int, state: dict[str, Any], *, policy_version: int | None = None) -> SaveHandle:
+    def save(
+        self, step: int, state: dict[str, Any], *, policy_version: int | None = None, lazy: bool = False
+    ) -> SaveHandle:
         """Copy the state and return; a handle tells when it is durable (`written`) and committed (`result`).
+
+        `lazy=True` returns before tensors are copied (all other values are captured now). They are copied beside
+        the next forward and backward; the next step of any torch optimizer of this process waits for the rest, and
+        so does `handle.wait_staged()`, to be called before anything else changes them. A tensor that was changed in
+        place before it was copied makes the save fail; storages must not be resized meanwhile.
 
         Two saves may be in flight: a third waits for the first, and each raises the failures of those before it that
         are known by then. Every member of the roster must save the same steps in the same order. InvalidInputError
@@ -191,6 +198,8 @@ class Checkpointer:
         self._counts[step] = number + 1  # taken on entry, before anything can fail (protocol R1)
         self._claim()
         self._settle_previous(self._commit_timeout_s * 2, most=IN_FLIGHT - 1)
+        for before in self._handles:
+            before.wait_staged(self._commit_timeout_s * 2)
         handle = SaveHandle(AttemptId(fence=self._token.fence, step=step, number=number))
         self._last_step = step
         try:
@@ -200,8 +209,9 @@ class Checkpointer:
                 handle.attempt, state, self._baseline, timeout_s=self._commit_timeout_s * 2
             )
         except Exception as error:
-            if len(self._token.roster.members) > 1:
-                self._contributor.give_up(handle.attempt, error)  # or the others would wait for this part
+            if len(self._token.roster.members) > 1:  # the others would wait for this part
+                wait([before._done for before in self._handles], self._commit_timeout_s * 2)
+                self._contributor.give_up(handle.attempt, error)
             raise
         # A daemon thread: a process that crashes without closing must not wait for other ranks.
         writer = threading.Thread(
@@ -214,7 +224,10 @@ class Checkpointer:
         self._handles.append(handle)
         writer.start()  # it takes blocks as they are staged
         try:
-            self._contributor.stage(staged, data)
+            if lazy:
+                handle._staging = self._contributor.stage_lazily(staged, data)
+            else:
+                self._contributor.stage(staged, data)
         except BaseException:
             handle._told = True  # here and now; the writer gives the attempt up
             raise

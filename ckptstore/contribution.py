@@ -30,6 +30,7 @@ from ckptstore.hostmemory import default_budget_nbytes
 from ckptstore.image import make_images
 from ckptstore.incarnation import Token
 from ckptstore.journal import Journal
+from ckptstore.lazy import LazyStaging
 from ckptstore.manifest import AttemptId, Member
 from ckptstore.outcome import abandon_reason, abandoned, fenced
 from ckptstore.plan.save import PlannedChunk
@@ -143,8 +144,13 @@ class Contributor:
         """Copy what this member will write; the caller may change its tensors as soon as this returns."""
         staged.snapshot.stage(data, helpers=self._helpers)
 
+    def stage_lazily(self, staged: Staged, data: Sequence[Any]) -> LazyStaging:
+        """As `stage`, in another thread, and before the next step of any optimizer."""
+        specs = staged.prepared.structure.specs
+        return LazyStaging.start(staged.snapshot, specs, data, None, self._helpers)
+
     def stage_beside(self, staged: Staged, data: Sequence[Any]) -> Future[None]:
-        """As `stage`, in another thread."""
+        """As `stage`, in another thread; the caller leaves the state as it is until that is done."""
         return self._helpers.submit(staged.snapshot.stage, data)
 
     def close(self) -> None:

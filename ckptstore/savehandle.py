@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+from ckptstore.lazy import LazyStaging
 from ckptstore.manifest import AttemptId, CheckpointInfo
 
 
@@ -21,8 +22,17 @@ class SaveHandle:
         self._written = threading.Event()
         self._done: Future[CheckpointInfo] = Future()
         self._after: SaveHandle | None = None  # the save before, while it is in flight
+        self._staging: LazyStaging | None = None
         self._part_durable = False
         self._told = False
+
+    def wait_staged(self, timeout_s: float = 600.0) -> None:
+        """Return once the state is copied and may be changed: at once, unless it was saved with `lazy=True`.
+
+        Optimizers of this process wait by themselves. A failure to copy is raised by `result`.
+        """
+        if self._staging is not None:
+            self._staging.wait(timeout_s)
 
     def written(self, timeout_s: float = 600.0) -> None:
         """Return once this member's part is durable. Raises the save's failure, or TimeoutError."""

@@ -154,6 +154,11 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     )
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Grows with every change in place that torch knows of; None for tensors that do not count them."""
+    return None if tensor.is_inference() else int(tensor._version)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShards:
     """What this rank holds of a distributed tensor: boxes with views of the local tensor, and who else holds them.
