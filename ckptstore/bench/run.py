@@ -28,7 +28,6 @@ from ckptstore.bench.options import BenchOptions, check_room
 from ckptstore.bench.peers import PEERS, quiet
 from ckptstore.bench.states import State, blank_like, make, packed_nbytes
 from ckptstore.errors import InternalError
-from ckptstore.store.base import open_store
 
 Progress = Callable[[int, int, str], None]
 TRIAL_NBYTES = 1 << 20
@@ -118,13 +117,7 @@ def _place(options: BenchOptions) -> Iterator[str]:
     try:
         yield url
     finally:
-        _empty(url)
-
-
-def _empty(url: str) -> None:
-    store = open_store(url)
-    for key in [info.key for info in store.list("")]:
-        store.delete(key)
+        limits.empty(url)
 
 
 @dataclass
@@ -185,11 +178,12 @@ class _Bench:
             folder.mkdir(exist_ok=True)
             limits.measure_disk(folder, memory, direct=self.direct, found=found)
         elif not warm_up:
-            limits.measure_store(open_store(f"{self.place}/limit"), memory, found=found)
+            limits.measure_store(f"{self.place}/limit", self.nbytes, found=found)
 
     def _no_save(self) -> None:
         """The loops alone, for about as long as a save at the limits takes."""
-        seconds = sum(values[-1] for (name, _), values in self.limit_s.items() if name != limits.CACHED) / 6
+        last = {name: values[-1] for (name, _), values in self.limit_s.items()}
+        seconds = last[limits.COPY] + last[limits.WRITE if limits.WRITE in last else limits.PUT]
         for loop in LOOPS:
             with running(loop) as step:
                 lost = lost_to(step, functools.partial(Nothing, seconds), normal_step_s(step))
@@ -267,7 +261,7 @@ class _Bench:
         if self.options.local is not None:
             shutil.rmtree(place, ignore_errors=True)
         else:
-            _empty(place)
+            limits.empty(place)
 
     def _advance(self, state: State, keep: frozenset[str] = frozenset()) -> int:
         self.step += 1

@@ -17,6 +17,7 @@ from ckptstore.bench.peers import PEERS, Over, Peer, Safetensors
 from ckptstore.bench.run import run_bench
 from ckptstore.bench.states import State
 from ckptstore.errors import InvalidInputError
+from ckptstore.store.base import open_store
 from ckptstore.store.memory import MemoryStore
 
 MIB = 1 << 20
@@ -69,6 +70,15 @@ def test_a_store_that_is_no_folder_is_measured_by_put_and_get() -> None:
     assert set(result.limits) == {"copy", "put", "get"}
     (peer,) = [each for each in result.entrants if each.id == "safetensors"]
     assert peer.problem == "measured on local paths only"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_loop")
+def test_a_bench_on_s3_is_held_against_tensorstore_alone_and_leaves_nothing(s3_url: str) -> None:
+    result = run_bench(options(s3_url))
+    assert list(open_store(s3_url).list("")) == []
+    assert all("tensorstore" in result.limits[name].best for name in ("put", "get"))
+    assert all(row.cells["ckptstore"].median > 0 for row in result.rows if row.cells)
 
 
 class Odd(Safetensors):
