@@ -107,11 +107,15 @@ class Ours:
         self._place = place
         self.reload()
 
-    def save(self, number: int, state: State) -> Pending:
+    def save(self, number: int, state: State, *, lazy: bool = False) -> Pending:
         if self._ckpt is None:
             raise RuntimeError("not open")
-        self._saves[number] = found = _Save(self._ckpt.save(number, state.nested()))
+        self._saves[number] = found = _Save(self._ckpt.save(number, state.nested(), lazy=lazy))
         return found
+
+    def wait_staged(self, number: int) -> None:
+        """What an optimizer waits for before it changes anything, after a lazy save."""
+        self._saves[number].handle.wait_staged(WAIT_S)
 
     def nbytes_written(self, number: int) -> int:
         attempt = str(self._saves[number].handle.attempt)

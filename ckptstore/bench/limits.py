@@ -150,8 +150,12 @@ class TensorstoreClient:
         from botocore.session import Session
 
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
-        found = Session().create_client("s3").meta
-        spec = {"driver": "s3", "bucket": bucket, "path": f"{prefix}/", "aws_region": found.region_name}
+        session = Session()
+        found, keys = session.create_client("s3").meta, session.get_credentials()
+        spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": f"{prefix}/"}
+        spec["aws_region"] = found.region_name
+        if keys is not None and keys.method == "env":  # otherwise it looks for them everywhere, and says so
+            spec["context"] = {"aws_credentials": {"type": "environment"}}
         if ".amazonaws." not in found.endpoint_url:
             spec["endpoint"] = found.endpoint_url
         self._store: Any = tensorstore.KvStore.open(spec).result()

@@ -114,14 +114,30 @@ def normal_step_s(step: Callable[[], float], *, quiet_s: float = QUIET_S) -> flo
     return statistics.median(found)
 
 
-def lost_to(step: Callable[[], float], save: Callable[[], Pending], normal_s: float) -> Lost:
-    """Call `save`, then step until it is done. Raises the save's failure."""
+def lost_to(
+    step: Callable[[], float],
+    save: Callable[[], Pending],
+    normal_s: float,
+    *,
+    hold: Callable[[], None] | None = None,
+    hold_after_s: float = 0.0,
+) -> Lost:
+    """Call `save`, then step until it is done. Raises the save's failure.
+
+    `hold` is what the next update waits for, called once when steps have taken `hold_after_s`; it blocks too.
+    """
     began = time.perf_counter()
     pending = save()
     blocking_s = time.perf_counter() - began
-    steps = []
-    while not pending.done():
+    steps: list[float] = []
+    until = time.perf_counter() + hold_after_s
+    while not pending.done() or hold is not None:
         steps.append(step())
+        if hold is not None and time.perf_counter() >= until:
+            began = time.perf_counter()
+            hold()
+            blocking_s += time.perf_counter() - began
+            hold = None
     pending.wait()
     return Lost(
         blocking_s=blocking_s,

@@ -1,7 +1,6 @@
 """Run a bench: in every round the limits, then each contestant in turn, on one state.
 
-What one contestant does is the same for all: a first save, a warm one, one beside each training loop, a cold
-and a warm load. Everything lies below one temporary folder, which is removed whatever happens.
+What one contestant does lies in turn.py. Everything lies below one temporary folder, which is removed whatever happens.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ from ckptstore.bench import disk, limits
 from ckptstore.bench.contestants import Contestant, Ours
 from ckptstore.bench.figures import LOCAL, NO_SAVE, OURS, REMOTE, BenchResult, Entrant, Limit, Series
 from ckptstore.bench.loops import LOOPS, Nothing, lost_to, normal_step_s, running
-from ckptstore.bench.memory import available_nbytes, cpu_s, peak_memory, take
+from ckptstore.bench.memory import available_nbytes, take
 from ckptstore.bench.options import BenchOptions, check_room
 from ckptstore.bench.peers import PEERS, quiet
 from ckptstore.bench.states import State, blank_like, make, packed_nbytes
-from ckptstore.errors import InternalError
+from ckptstore.bench.turn import Turn, check
 
 Progress = Callable[[int, int, str], None]
 TRIAL_NBYTES = 1 << 20
 PREFIX = "ckptstore-bench-"  # of the temporary folder: what a killed bench left can be told by it
-GIB = 1 << 30
 
 
 def run_bench(options: BenchOptions, progress: Progress = lambda done, total, words: None) -> BenchResult:
@@ -230,7 +228,7 @@ class _Bench:
         contestant.save(0, state).wait()
         contestant.reload()
         contestant.load(blank)
-        self._check(contestant, state, blank)
+        check(contestant, state, blank)
         contestant.close()
         self._remove(place)
 
@@ -238,16 +236,22 @@ class _Bench:
         self._tick(f"round {number + 1}: {contestant.facts.words}")
         place = self._own_place(contestant, str(number))
 
-        def turn(contestant: Contestant) -> None:
-            contestant.open(place)
-            self._saves(contestant, state, place, first_round=number == 0)
-            self._beside_loops(contestant, state)
-            if number == 0:
-                memory[:] = 0
-            self._loads(contestant, state, target, place, check=number == 0)
-
+        who = contestant.facts.id
+        if number == 0:
+            memory[:] = 0  # what a load leaves out shall not be there already
+        turn = Turn(
+            contestant=contestant,
+            state=state,
+            target=target,
+            place=place,
+            is_local=self.options.local is not None,
+            is_first=number == 0,
+            copy_s=self.limit_s[(limits.COPY, "1 thread")][-1],
+            note=lambda what, value: self._note(what, who, value),
+            next_step=self._next_step,
+        )
         try:
-            return self._try(contestant, turn)
+            return self._try(contestant, lambda _: turn.play())
         finally:
             self._remove(place)
 
@@ -263,82 +267,9 @@ class _Bench:
         else:
             limits.empty(place)
 
-    def _advance(self, state: State, keep: frozenset[str] = frozenset()) -> int:
+    def _next_step(self) -> int:
         self.step += 1
-        state.advance(self.step, keep)
-        gc.collect()
         return self.step
-
-    def _saves(self, contestant: Contestant, state: State, place: str, *, first_round: bool) -> None:
-        facts = contestant.facts
-        step = self._advance(state)
-        with peak_memory() as peak:
-            began = time.perf_counter()
-            pending = contestant.save(step, state)
-            self._note("block_first", facts.id, time.perf_counter() - began)
-            pending.wait()
-        if peak.nbytes is not None:
-            self._note("memory_save", facts.id, peak.nbytes / state.nbytes)
-        if first_round:
-            names, frozen = state.half()
-            step = self._advance(state, names)
-            contestant.save(step, state).wait()
-            self._note("half", facts.id, contestant.nbytes_written(step) / (state.nbytes - frozen))
-        self._fsync(contestant, place)
-        step = self._advance(state)
-        cpu, began = cpu_s(), time.perf_counter()
-        pending = contestant.save(step, state)
-        self._note("block", facts.id, time.perf_counter() - began)
-        pending.wait()
-        self._fsync(contestant, place)
-        what = "durable" if self.options.local is not None else "put"
-        self._note(what, facts.id, time.perf_counter() - began)
-        self._note("cpu", facts.id, (cpu_s() - cpu) / (state.nbytes / GIB))
-        contestant.keep_only(step)
-
-    def _fsync(self, contestant: Contestant, place: str) -> None:
-        """Make durable what a library left to its user."""
-        if contestant.facts.durable == "no" and self.options.local is not None:
-            disk.make_durable(Path(place))
-
-    def _beside_loops(self, contestant: Contestant, state: State) -> None:
-        who = contestant.facts.id
-        for loop in LOOPS:
-            if not contestant.facts.background:  # training stands still until the save is over
-                self._note(f"lost_{loop.id}", who, self.figures[("durable", who)][-1])
-                continue
-            step_number = self._advance(state)
-            with running(loop) as step:
-                normal = normal_step_s(step)
-                lost = lost_to(step, functools.partial(contestant.save, step_number, state), normal)
-            self._note(f"lost_{loop.id}", who, lost.total_s)
-            self._note(f"worst_{loop.id}", who, lost.worst)
-            contestant.keep_only(step_number)
-
-    def _loads(self, contestant: Contestant, state: State, target: State, place: str, *, check: bool) -> None:
-        who, local = contestant.facts.id, self.options.local is not None
-        self._fsync(contestant, place)
-        contestant.reload()
-        if local:
-            disk.drop_cache(disk.files_in(Path(place)))
-        with peak_memory() as peak:
-            began = time.perf_counter()
-            contestant.load(target)
-            self._note("load_cold" if local else "get", who, time.perf_counter() - began)
-        if peak.nbytes is not None:
-            self._note("memory_load", who, peak.nbytes / state.nbytes)
-        if check:
-            self._check(contestant, state, target)
-        if local:
-            disk.fill_cache(disk.files_in(Path(place)))
-            began = time.perf_counter()
-            contestant.load(target)
-            self._note("load_warm", who, time.perf_counter() - began)
-
-    def _check(self, contestant: Contestant, state: State, found: State) -> None:
-        wrong = state.differs_from(found)
-        if wrong is not None:
-            raise InternalError(f"{contestant.facts.words} gave other bits back: {wrong}")
 
 
 def _machine(options: BenchOptions, *, direct: bool) -> dict[str, Any]:
