@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench.rows import Row
-from ckptstore.store.base import open_store
+from ckptstore.store.base import BLOCK_NBYTES, Store, open_store
 from tests.seaweed import Seaweed
 
 OBJECTS = 8
@@ -54,6 +54,9 @@ def _compare(server: Seaweed, nbytes: int, times: int) -> Iterator[Row]:
             acts: dict[str, Callable[[], object]] = {
                 "put ours": partial(_all, pool, store.create, keys, segments),
                 "put raw": partial(_wait, raw.write, keys, segments),
+                "put by blocks": partial(
+                    _all, pool, partial(_upload, store), [f"{k}-up" for k in keys], segments
+                ),
                 "get ours": partial(_all, pool, store.read_into, keys, [0] * OBJECTS, [[t] for t in targets]),
                 "get raw": partial(_wait, raw.read, keys),
             }
@@ -64,15 +67,15 @@ def _compare(server: Seaweed, nbytes: int, times: int) -> Iterator[Row]:
                     taken.setdefault(name, []).append(time.perf_counter() - start)
             if [bytes(target) for target in targets] != segments:
                 raise ValueError("what was read is not what was written")
-            _all(pool, store.delete, keys)
+            _all(pool, store.delete, [*keys, *(f"{key}-up" for key in keys)])
     store.close()
     medians = {name: statistics.median(each) for name, each in taken.items()}
     gigabytes = OBJECTS * nbytes / 1e9
-    for verb in ("put", "get"):
-        ours, theirs = (gigabytes / medians[f"{verb} {who}"] for who in ("ours", "raw"))
+    for name, verb in (("put ours", "put"), ("put by blocks", "put"), ("get ours", "get")):
+        ours, theirs = gigabytes / medians[name], gigabytes / medians[f"{verb} raw"]
         yield Row(
-            what=f"S3, {verb} {OBJECTS} × {nbytes >> 20} MiB, over tensorstore alone",
-            value=medians[f"{verb} ours"] / medians[f"{verb} raw"],
+            what=f"S3, {name.replace(' ours', '')} {OBJECTS} × {nbytes >> 20} MiB, over tensorstore alone",
+            value=medians[name] / medians[f"{verb} raw"],
             unit="×",
             at_most=AT_MOST,
             note=f"{ours:.2f} GB/s, alone {theirs:.2f}",
@@ -95,6 +98,13 @@ def _raw(server: Seaweed) -> Any:
 
 def _all(pool: ThreadPoolExecutor, act: Callable[..., object], *arguments: Sequence[Any]) -> None:
     list(pool.map(act, *arguments))
+
+
+def _upload(store: Store, key: str, data: bytes) -> None:
+    upload, view = store.upload(key, len(data)), memoryview(data)
+    for block in reversed(range(-(-len(data) // BLOCK_NBYTES))):
+        upload.write(block, view[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES])
+    upload.finish(len(data))
 
 
 def _wait(start: Callable[..., Any], *arguments: Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ from tests.seaweed import Seaweed
 from tests.store.lossy import LossyProxy
 
 BUCKET = "runs"
-IMPATIENT: dict[str, Any] = {"timeout_s": 1.0, "retry_s": 0.5}
+IMPATIENT: dict[str, Any] = {"timeout_s": 1.0, "retry_s": 0.3}
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ from ckptstore.store.request import Client, Parts, RequestError, joined
 FAST_NBYTES_MIN: Final = 1 << 20  # from here on the bytes cost more than the request
 SLOWEST_NBYTES_S: Final = 2 << 20  # a connection that is slower is taken to have stalled
 CONNECTIONS_MAX: Final = 32
+PAGE_KEYS: Final = 1_000  # of a listing, the most that S3 gives at once
 DEFAULT_REGION: Final = "us-east-1"  # where neither options nor environment nor ~/.aws name one
 _PID: Final = os.getpid()  # tensorstore's threads do not follow a fork
 
@@ -195,7 +196,7 @@ class S3Client:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with told():
             pages = self._requests.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._prefix + prefix
+                Bucket=self._bucket, Prefix=self._prefix + prefix, PaginationConfig={"PageSize": PAGE_KEYS}
             )
             for page in pages:
                 for each in page.get("Contents", ()):
