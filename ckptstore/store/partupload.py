@@ -7,16 +7,17 @@ last; the parts show as an object at the end of them, or never.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Final, Protocol, TypeVar
 
-from ckptstore.errors import CkptStoreError, OutcomeUnknownError
+import numpy as np
+
+from ckptstore.errors import OutcomeUnknownError
 from ckptstore.store.base import Buffer, Upload, byte_views
 from ckptstore.store.collected import check_blocks
-from ckptstore.store.request import Parts, joined
+from ckptstore.store.request import Parts
 
 PARTS_ON_THEIR_WAY: Final = 4  # of one upload, each a copy of a block
 _T = TypeVar("_T")
@@ -47,7 +48,7 @@ class PartUpload:
         self._lock = threading.Lock()
         self._room = threading.BoundedSemaphore(PARTS_ON_THEIR_WAY)
         self._parts: Parts | None = None
-        self._first: bytes | bytearray | None = None  # block 0 of what may stay the only one
+        self._first: bytearray | None = None  # block 0 of what may stay the only one
         self._sizes: dict[int, int] = {}
         self._sent: dict[int, Future[str]] = {}
         self._unsure = self._done = False
@@ -56,7 +57,7 @@ class PartUpload:
         views = byte_views(data)
         with self._lock:
             if block == 0 and self._parts is None:
-                self._first = joined(views)
+                self._first = _copy(views)
                 self._sizes[0] = len(self._first)
                 return
             if self._parts is None:
@@ -66,12 +67,12 @@ class PartUpload:
             failed[0].result()  # the upload is of no use any more
         self._room.acquire()
         try:
-            self._send(self._parts, block, joined(views))
+            self._send(self._parts, block, _copy(views))
         except BaseException:
             self._room.release()
             raise
 
-    def _send(self, parts: Parts, block: int, copy: bytes | bytearray) -> None:
+    def _send(self, parts: Parts, block: int, copy: bytearray) -> None:
         sent = self._sender.submit(lambda: self._sender.put_part(parts, block + 1, [memoryview(copy)]))
         sent.add_done_callback(lambda _: self._room.release())
         with self._lock:
@@ -102,12 +103,17 @@ class PartUpload:
             sent = list(self._sent.values())
         for each in sent:
             each.cancel()
-        for each in sent:  # a part that came after the upload was dropped would stay, and cost money
-            with contextlib.suppress(CkptStoreError, Exception):
-                each.exception()
+        wait(sent)  # a part that came after the upload was dropped would stay, and cost money
         if parts is not None and not self._done:
             self._sender.drop_parts(parts)
         self._first = None
+
+
+def _copy(views: Sequence[memoryview]) -> bytearray:
+    copy = bytearray(sum(view.nbytes for view in views))
+    for view in views:  # one, or none for an empty block; numpy copies without the interpreter's lock
+        np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(view, np.uint8))
+    return copy
 
 
 def _conforms(upload: PartUpload) -> Upload:

@@ -111,7 +111,13 @@ def split(views: Sequence[memoryview], nbytes_max: int) -> Iterator[tuple[int, S
 
 
 def joined(views: Sequence[memoryview]) -> bytes | bytearray:
-    """All of `views` in one piece of memory. numpy copies without the interpreter's lock, `join` does not."""
+    """All of `views` in one piece of memory, that of the only one where a client takes it as it is.
+
+    numpy copies without the interpreter's lock, `bytes.join` does not.
+    """
+    only = views[0].obj if len(views) == 1 else None
+    if isinstance(only, bytes | bytearray) and len(only) == views[0].nbytes:
+        return only
     whole = bytearray(sum(view.nbytes for view in views))
     target, at = np.frombuffer(whole, np.uint8), 0
     for view in views:

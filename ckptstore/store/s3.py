@@ -152,7 +152,7 @@ class S3Client:
         return int(reply["ContentLength"])
 
     def put(self, key: str, views: Sequence[memoryview], *, exclusive: bool) -> None:
-        data = b"".join(views)
+        data = joined(views)
         large = self._fast is not None and len(data) >= FAST_NBYTES_MIN
         if large and self._put_fast(key, data, exclusive=exclusive):
             return
@@ -237,7 +237,7 @@ class S3Client:
             at += view.nbytes
         return True
 
-    def _put_fast(self, key: str, data: bytes, *, exclusive: bool) -> bool:
+    def _put_fast(self, key: str, data: bytes | bytearray, *, exclusive: bool) -> bool:
         """Whether it was done; False if it certainly was not, and the other client can tell why."""
         limit_s, condition = self._limit_s(len(data)), {"if_equal": _NO_VALUE} if exclusive else {}
         try:
