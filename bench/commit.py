@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
 from bench import moe
 from bench.rows import Row, median_s
 from ckptstore.chunktable import ChunkTable, make_table, merge_tables
-from ckptstore.commit import Received
-from ckptstore.cut import check_coverage, check_role
+from ckptstore.commit import Received, check_named, check_received
+from ckptstore.cut import check_coverage
 from ckptstore.index import open_index, write_index
 from ckptstore.manifest import (
     AttemptId,
@@ -34,11 +35,9 @@ from ckptstore.manifest import (
 from ckptstore.outline import outline
 from ckptstore.plan.load import plan_load
 from ckptstore.plan.save import plan_rank
-from ckptstore.replicas import check_replicas
 from ckptstore.store.local import LocalStore
-from ckptstore.tablefile import decode_part, encode_part
+from ckptstore.tablefile import encode_part
 from ckptstore.tensor import Box, Shard, TensorSpec, itemsize
-from ckptstore.wire import digest_of
 
 SEGMENT_NBYTES = 2 << 30
 HEADER_NBYTES = 1 << 20
@@ -77,7 +76,7 @@ def save(folder: Path, model: moe.Model, parallel: moe.Parallel) -> Saved:
             planned=len(chunks),
             segments=segments,
             witnesses={},
-            state={"d": [[shard.spec.name, {"T": shard.spec.name.partition("/")[2]}] for shard in shards]},
+            state=_state([shard.spec.name.partition("/")[2] for shard in shards]),
             nbytes_written=sum(sizes),
             nbytes_reused=0,
             refused=None,
@@ -95,6 +94,18 @@ def save(folder: Path, model: moe.Model, parallel: moe.Parallel) -> Saved:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encode_part(part))
     return Saved(store=store, attempt=attempt, members=tuple(members))
+
+
+def _state(names: Sequence[str]) -> dict[str, Any]:
+    """As a member's state is stored: its experts declared, and values besides its tensors."""
+    tensors = {"d": [[name, {"T": name}] for name in names]}
+    return {
+        "d": [
+            ["model", {"x": [[["layers.*.ffn.experts.{expert}", 384]], tensors]}],
+            ["lr", 1e-4],
+            ["step", 10],
+        ]
+    }
 
 
 def _place(
@@ -122,20 +133,19 @@ def commit(saved: Saved) -> tuple[ObjectRef, int, dict[str, float]]:
         nonlocal clock
         took[step], clock = perf_counter() - clock, perf_counter()
 
-    received = []
+    received, pool = [], dict[str, str]()
     for member in saved.members:
         key = part_key(saved.attempt, member)
-        data = saved.store.read(key)
-        named = ObjectRef(key=key, nbytes=len(data), digest=digest_of(data))
-        received.append(Received(part=decode_part(data, key), ref=named))
+        received.append(Received.of(saved.store.read(key), key, pool))
     done("parts")
-    check_role(saved.attempt, "trainer", [each.part for each in received])
-    check_replicas(saved.attempt, "trainer", [each.part for each in received])
+    check_received(saved.attempt, "trainer", received)
     done("agree")
     table = merge_tables([each.part.table for each in received])
     done("merge")
     check_coverage(table)
     done("coverage")
+    check_named(saved.attempt, "trainer", received, table)
+    done("names")
     index = Index(
         run="bench",
         id=saved.attempt,

@@ -9,7 +9,7 @@ agreement of the roles, and a witness for whatever is reused (protocol R10 to R1
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -27,6 +27,7 @@ from ckptstore.errors import (
     StoreUnavailableError,
 )
 from ckptstore.experts import check_experts
+from ckptstore.facts import StateFacts, check_kinds, facts_of
 from ckptstore.history import AbandonEntry, CommitEntry, History, PublishEntry
 from ckptstore.index import open_index, write_index
 from ckptstore.journal import Journal
@@ -42,7 +43,6 @@ from ckptstore.manifest import (
 )
 from ckptstore.outcome import abandon_reason, fenced, refused
 from ckptstore.replicas import check_replicas
-from ckptstore.skeleton import find_ledger, tensor_names
 from ckptstore.store.base import Store
 from ckptstore.tablefile import decode_part
 from ckptstore.wire import canonical, digest_of
@@ -53,10 +53,30 @@ NAMED_AT_MOST = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A part that was read back from the store, and how the index names it."""
+    """A part that was read back from the store, and how the index names it.
+
+    Of the state only facts are kept, unless the attempt is a publication, whose digest is of the states too.
+    """
 
     part: Part
+    facts: StateFacts
     ref: ObjectRef
+
+    @classmethod
+    def of(cls, data: bytes, key: str, pool: dict[str, str]) -> Received:
+        """The part that these bytes of an object are; texts are shared through `pool`. CorruptError."""
+        part = decode_part(data, key)
+        try:
+            facts = facts_of(part.state, pool)
+        except (TypeError, ValueError, LookupError, StopIteration, RecursionError) as error:
+            raise CorruptError(
+                f"the state in {key} is none of ckptstore's ({error!r}): save again", key=key
+            ) from error
+        return cls(
+            part=part if part.id.kind == "p" else replace(part, state=None),
+            facts=facts,
+            ref=ObjectRef(key=key, nbytes=len(data), digest=digest_of(data)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +142,7 @@ class Committer:
         self, attempt: AttemptId, timeout_s: float, stop: Callable[[], bool]
     ) -> dict[Member, Received]:
         parts: dict[Member, Received] = {}
+        pool: dict[str, str] = {}
         for _ in tries(self.journal.clock, deadline_s=timeout_s, first_s=0.002, most_s=0.25):
             for member in self.members:
                 if member in parts:
@@ -131,12 +152,9 @@ class Committer:
                     data = self.store.read(key)
                 except NotFoundError:
                     continue
-                part = decode_part(data, key)
-                if part.refused is not None:
-                    raise refused(attempt, member, part.refused)
-                parts[member] = Received(
-                    part=part, ref=ObjectRef(key=key, nbytes=len(data), digest=digest_of(data))
-                )
+                parts[member] = Received.of(data, key, pool)
+                if (reason := parts[member].part.refused) is not None:
+                    raise refused(attempt, member, reason)
             if len(parts) == len(self.members) or self._is_committed(attempt, self.journal.catch_up()):
                 break
             if stop():
@@ -167,20 +185,19 @@ class Committer:
     def _check(self, attempt: AttemptId, parts: Mapping[Member, Received]) -> Index:
         for member, received in parts.items():
             check_part(attempt, member, received.part, self.journal.run)
-        roles: dict[str, list[Part]] = {}
+        roles: dict[str, list[Received]] = {}
         for member in self.members:
-            roles.setdefault(member.role, []).append(parts[member].part)
+            roles.setdefault(member.role, []).append(parts[member])
         for role, of_role in roles.items():
-            check_role(attempt, role, of_role)
-            check_experts(attempt, role, of_role)
-            check_replicas(attempt, role, of_role)
+            check_received(attempt, role, of_role)
         tables = [(str(member), parts[member].part.table) for member in self.members]
         try:
             table = merge_tables([table for _, table in tables], [member for member, _ in tables])
         except CorruptError as error:
             raise InconsistentCutError(str(error), step=attempt.step) from error
         check_coverage(table, tables)
-        _check_named(attempt, parts, table)
+        for role, of_role in roles.items():
+            check_named(attempt, role, of_role, table)
         if attempt.kind == "s":
             self._check_ledgers(attempt, roles)
         segments = {ref.key: ref for received in parts.values() for ref in received.part.segments}
@@ -194,11 +211,11 @@ class Committer:
             table=table,
         )
 
-    def _check_ledgers(self, attempt: AttemptId, roles: Mapping[str, Sequence[Part]]) -> None:
+    def _check_ledgers(self, attempt: AttemptId, roles: Mapping[str, Sequence[Received]]) -> None:
         """Consumption is the leading role's state; the other roles' records of it never decide (R33 to R36)."""
         claims = []
-        for part in (part for parts in roles.values() for part in parts):
-            ledger = find_ledger(part.state)
+        for received in (received for of_role in roles.values() for received in of_role):
+            part, ledger = received.part, received.facts.ledger
             claims.append(
                 PartClaim(
                     member=part.member,
@@ -207,7 +224,7 @@ class Committer:
                     ledgers=() if ledger is None else (ledger,),
                 )
             )
-        version = roles[self.leader][0].policy_version if self.leader in roles else None
+        version = roles[self.leader][0].part.policy_version if self.leader in roles else None
         check_agreement(claims, step=attempt.step, publication=version, decides=self.leader)
 
     @staticmethod
@@ -316,19 +333,31 @@ def content_digest(table: ChunkTable, states: Sequence[object]) -> str:
     return hasher.hexdigest()
 
 
-def _check_named(attempt: AttemptId, parts: Mapping[Member, Received], table: ChunkTable) -> None:
+def check_received(attempt: AttemptId, role: str, received: Sequence[Received]) -> None:
+    """Refuse parts of one role that contradict each other: structure, common values, experts, replicas."""
+    parts = [each.part for each in received]
+    check_role(attempt, role, parts, [each.facts.common for each in received])
+    check_kinds(attempt, role, [(each.part.member, each.facts) for each in received])
+    check_experts(attempt, role, [(each.part.member, each.facts.families) for each in received])
+    check_replicas(attempt, role, parts)
+
+
+def check_named(attempt: AttemptId, role: str, received: Sequence[Received], table: ChunkTable) -> None:
     """Every tensor that a state names has rows: coverage alone says nothing of a tensor that lost all of them."""
-    stored = set(table.tensors.names)
-    for member, received in parts.items():
-        lost = {f"{member.role}/{name}" for name in tensor_names(received.part.state)} - stored
-        if lost:
-            raise InconsistentCutError(
-                f"the state of {member} names {min(lost)}, of which no chunk came with step {attempt.step}: chunks "
-                f"were lost, save again",
-                step=attempt.step,
-                member=str(member),
-                tensor=min(lost),
-            )
+    named: set[str] = set()
+    for each in received:
+        named.update(each.facts.names)
+    lost = {f"{role}/{name}" for name in named}.difference(table.tensors.names)
+    if lost:
+        name = min(lost)
+        member = next(each.part.member for each in received if name[len(role) + 1 :] in each.facts.names)
+        raise InconsistentCutError(
+            f"the state of {member} names {name}, of which no chunk came with step {attempt.step}: chunks "
+            f"were lost, save again",
+            step=attempt.step,
+            member=str(member),
+            tensor=name,
+        )
 
 
 def _witnesses(parts: Mapping[Member, Received]) -> dict[str, AttemptId]:

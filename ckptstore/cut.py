@@ -23,7 +23,6 @@ from ckptstore.chunkbase import ChunkBase
 from ckptstore.chunktable import ChunkTable
 from ckptstore.errors import CorruptError, InconsistentCutError, InvalidInputError
 from ckptstore.manifest import AttemptId, Member, Part, part_key
-from ckptstore.skeleton import common_values
 from ckptstore.tensor import Box, Shape
 
 Ints = npt.NDArray[np.int64]
@@ -297,8 +296,11 @@ def check_part(attempt: AttemptId, member: Member, part: Part, run: str | None) 
             )
 
 
-def check_role(attempt: AttemptId, role: str, parts: Sequence[Part]) -> None:
-    """Refuse parts of one role with other layouts, policy versions or common values, naming members and path."""
+def check_role(attempt: AttemptId, role: str, parts: Sequence[Part], common: Sequence[str]) -> None:
+    """Refuse parts of one role with other layouts, policy versions or common values, naming members and path.
+
+    `common` is what `StateFacts` has of each part's state.
+    """
     first = parts[0]
     for part in parts[1:]:
         if part.layout != first.layout:
@@ -315,10 +317,10 @@ def check_role(attempt: AttemptId, role: str, parts: Sequence[Part]) -> None:
                 step=attempt.step,
                 role=role,
             )
-    if len({_text(common_values(part.state)) for part in parts}) > 1:
+    if len(set(common)) > 1:
         values: dict[str, tuple[Member, str]] = {}
-        for part in parts:
-            for path, value in common_values(part.state):
+        for part, text in zip(parts, common, strict=True):
+            for path, value in json.loads(text):
                 member, other = values.setdefault(path, (part.member, _text(value)))
                 if _text(value) != other:
                     raise InconsistentCutError(

@@ -8,16 +8,21 @@ Argued in docs/explanation/layouts.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.errors import InconsistentCutError, InvalidInputError
-from ckptstore.manifest import AttemptId, Member, Part
+from ckptstore.manifest import AttemptId, Member
 from ckptstore.skeleton import WRAPPERS, inner, tag_of, tensor_names
 
 EXPERT = "{expert}"
 _SHOWN = 5
+
+Families = tuple[
+    tuple[tuple[str, int], tuple[str, ...]], ...
+]  # ((pattern, experts), names below the declaration)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,32 +127,28 @@ def deal_experts(total: int, *, rank: int, size: int) -> tuple[int, ...]:
 # -- the proof at commit
 
 
-def check_experts(attempt: AttemptId, role: str, parts: Sequence[Part]) -> None:
-    """Refuse the parts of a role unless every declared family of experts is whole.
+def check_experts(attempt: AttemptId, role: str, states: Sequence[tuple[Member, Families]]) -> None:
+    """Refuse the states of a role unless every family of experts that they declare is whole.
 
     Each name below an expert of a family must be there for all its experts, in whatever rank's state.
     InconsistentCutError names the experts that no rank has, and who has the others.
     """
-    families: dict[tuple[str, int], dict[str, dict[str, dict[int, Member]]]] = {}
-    for part in parts:
-        for (pattern, total), names in declared(part.state):
-            sites = families.setdefault((pattern, total), {})
-            for name in names:
-                found = _split(pattern, name)
-                if found is not None:
-                    site, number, rest = found
-                    sites.setdefault(site, {}).setdefault(rest, {}).setdefault(number, part.member)
+    names_of: dict[tuple[str, int], set[str]] = {}
+    for _, families in states:
+        for family, names in families:
+            names_of.setdefault(family, set()).update(names)
     problems: list[str] = []
-    for (pattern, total), sites in families.items():
+    for (pattern, total), names_below in names_of.items():
+        sites = _sites(pattern, names_below)
         if not sites and total:
             problems.append(f"no rank of {role!r} has a tensor that is named as {pattern!r}")
-        for site, rests in sites.items():
-            for rest, members in rests.items():
-                missing = sorted(set(range(total)) - members.keys())
+        for site, rests in sorted(sites.items()):
+            for rest, numbers in sorted(rests.items()):
+                missing = sorted(set(range(total)) - numbers)
                 if missing:
-                    shown = f"{site}.{EXPERT}{rest}"
+                    holders = _holders(states, (pattern, total), site, rest)
                     problems.append(
-                        f"{_numbers(missing)} of {shown} are in no rank's state ({_who(members)})"
+                        f"{_numbers(missing)} of {site}.{EXPERT}{rest} are in no rank's state ({_who(holders)})"
                     )
                     break  # the other tensors of these experts are missing as well
     if problems:
@@ -159,6 +160,44 @@ def check_experts(attempt: AttemptId, role: str, parts: Sequence[Part]) -> None:
             role=role,
             problems=tuple(problems),
         )
+
+
+def _sites(pattern: str, names: Iterable[str]) -> dict[str, dict[str, set[int]]]:
+    """The numbers of the experts that are there, by where the family stands and what follows the number."""
+    match = _matcher(pattern).match
+    sites: dict[str, dict[str, set[int]]] = {}
+    for name in names:
+        found = match(name)
+        if found is not None:
+            site, number, rest = found.groups()
+            sites.setdefault(site, {}).setdefault(rest, set()).add(int(number))
+    return sites
+
+
+def _holders(
+    states: Sequence[tuple[Member, Families]], family: tuple[str, int], site: str, rest: str
+) -> dict[int, Member]:
+    """Who has the experts of one place, the first of those that have the same."""
+    holders: dict[int, Member] = {}
+    for member, families in states:
+        for number in (
+            number
+            for declaration, names in families
+            if declaration == family
+            for number in _sites(family[0], names).get(site, {}).get(rest, ())
+        ):
+            holders.setdefault(number, member)
+    return holders
+
+
+def _matcher(pattern: str) -> re.Pattern[str]:
+    """Splits an expert's tensor: name of the family, global number, what follows up to the first `#`.
+
+    The family is the shortest that is followed by a number as `str` writes it.
+    """
+    wanted = pattern.split(".")[:-1]
+    family = r"\.".join("[^.#]*" if part == "*" else re.escape(part) for part in wanted)
+    return re.compile(rf"((?:[^.#]*\.)*?{family})\.(0|[1-9][0-9]*)((?:\.[^#]*)?)(?=#|\Z)")
 
 
 def declared(node: Any) -> Iterator[tuple[tuple[str, int], Iterator[str]]]:
@@ -175,19 +214,6 @@ def declared(node: Any) -> Iterator[tuple[tuple[str, int], Iterator[str]]]:
             yield from declared(child)
     elif tag == "p" or tag in WRAPPERS:
         yield from declared(inner(node))
-
-
-def _split(pattern: str, name: str) -> tuple[str, int, str] | None:
-    """(name of the family, global number, what follows) of an expert's tensor."""
-    wanted = pattern.split(".")[:-1]
-    parts = name.split("#", 1)[0].split(".")
-    at = find_after(wanted, parts, 0)
-    while at is not None and at < len(parts):
-        if is_number(parts[at]):
-            rest = parts[at + 1 :]
-            return ".".join(parts[:at]), int(parts[at]), "".join(f".{part}" for part in rest)
-        at = find_after(wanted, parts, at + 1)
-    return None
 
 
 def _numbers(numbers: Sequence[int]) -> str:

@@ -166,25 +166,31 @@ def find_ledger(node: Any) -> Ledger | None:
 def union(nodes: Sequence[Any], *, by_rank: bool = False) -> Any:
     """One skeleton from several ranks': dicts are joined key by key, lists place by place, all else is the first's.
 
-    With `by_rank` a PerRank node becomes one of a list, an item for each node given.
+    With `by_rank` a PerRank node becomes one of a list, an item for each node given: None for one that has none there.
     """
-    first = nodes[0]
+    return _union(list(enumerate(nodes)), len(nodes) if by_rank else 0)
+
+
+def _union(nodes: Sequence[tuple[int, Any]], ranks: int) -> Any:
+    """`union` of nodes with the place of each among all; `ranks` is how many those are, 0 if not by rank."""
+    first = nodes[0][1]
     tag = tag_of(first)
-    same = [node for node in nodes if tag_of(node) == tag]
+    same = [(at, node) for at, node in nodes if tag_of(node) == tag]
     if tag == "d":
-        children: dict[str | int, list[Any]] = {}
-        for node in same:
+        children: dict[str | int, list[tuple[int, Any]]] = {}
+        for at, node in same:
             for key, child in node["d"]:
-                children.setdefault(key, []).append(child)
-        return {"d": [[key, union(found, by_rank=by_rank)] for key, found in children.items()]}
-    if tag in ("l", "t") and any(has_tensors(node) for node in same):
-        longest = max(len(node[tag]) for node in same)
-        places = [[node[tag][n] for node in same if n < len(node[tag])] for n in range(longest)]
-        return {tag: [union(found, by_rank=by_rank) for found in places]}
+                children.setdefault(key, []).append((at, child))
+        return {"d": [[key, _union(found, ranks)] for key, found in children.items()]}
+    if tag in ("l", "t") and any(has_tensors(node) for _, node in same):
+        longest = max(len(node[tag]) for _, node in same)
+        places = [[(at, node[tag][n]) for at, node in same if n < len(node[tag])] for n in range(longest)]
+        return {tag: [_union(found, ranks) for found in places]}
     if tag in WRAPPERS:
-        return wrapped(first, union([inner(node) for node in same], by_rank=by_rank))
-    if tag == "p" and by_rank:
-        return {"p": {"l": [node["p"] for node in same]}}
+        return wrapped(first, _union([(at, inner(node)) for at, node in same], ranks))
+    if tag == "p" and ranks:
+        held = {at: node["p"] for at, node in same}
+        return {"p": {"l": [held.get(at) for at in range(ranks)]}}
     return first
 
 

@@ -274,7 +274,7 @@ def codes_of(column: Any) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
         merged = merged.chunk(0) if merged.num_chunks else None
     if merged is None or not len(merged):
         return (), np.zeros(0, np.int32)
-    names = [str(v) for v in merged.dictionary.to_pylist()]
+    names = merged.dictionary.to_pylist()
     codes = merged.indices.fill_null(len(names)) if merged.null_count else merged.indices
     names += [""] if merged.null_count else []
     order = sorted(range(len(names)), key=names.__getitem__)

@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "cut",
             "replicas",
             "experts",
+            "facts",
             "agreement",
             "intervals",
             "ledger",
