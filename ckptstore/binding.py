@@ -27,8 +27,9 @@ from ckptstore.held import (
 from ckptstore.ledger import Ledger
 from ckptstore.memoryspan import repeats
 from ckptstore.pieces import describe
+from ckptstore.seen import has_state_dict
 from ckptstore.skeleton import WRAPPERS, has_tensors, inner, tag_of, tensor_paths
-from ckptstore.state import TensorLeaf, decode, has_state_dict, unwrap
+from ckptstore.state import TensorLeaf, decode, unwrap
 from ckptstore.tensor import TensorSpec
 from ckptstore.tensors import Tensors
 from ckptstore.translation import Translation

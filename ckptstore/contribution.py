@@ -75,6 +75,7 @@ class Staged:
     agreed: Agreed | None
     snapshot: Snapshot
     replicas: tuple[ReplicaSet, ...] | None
+    places: tuple[int, ...] | None  # of the flat state
 
 
 class Contributor:
@@ -138,20 +139,21 @@ class Contributor:
             agreed=agreed,
             snapshot=Snapshot(prepared.copies, self.memory, timeout_s=timeout_s),
             replicas=replicas,
+            places=flat.places,
         ), flat.data
 
     def stage(self, staged: Staged, data: Sequence[Any]) -> None:
         """Copy what this member will write; the caller may change its tensors as soon as this returns."""
-        staged.snapshot.stage(data, helpers=self._helpers)
+        staged.snapshot.stage(data, staged.places, self._helpers)
 
     def stage_lazily(self, staged: Staged, data: Sequence[Any]) -> LazyStaging:
         """As `stage`, in another thread, and before the next step of any optimizer."""
         specs = staged.prepared.structure.specs
-        return LazyStaging.start(staged.snapshot, specs, data, None, self._helpers)
+        return LazyStaging.start(staged.snapshot, specs, data, staged.places, self._helpers)
 
     def stage_beside(self, staged: Staged, data: Sequence[Any]) -> Future[None]:
         """As `stage`, in another thread; the caller leaves the state as it is until that is done."""
-        return self._helpers.submit(staged.snapshot.stage, data)
+        return self._helpers.submit(staged.snapshot.stage, data, staged.places)
 
     def close(self) -> None:
         """End the thread that helps to copy, and give the memory of snapshots back."""

@@ -27,6 +27,7 @@ class Piece:
     box: Box
     data: Any  # torch.Tensor or numpy array: the elements of `box`
     replicas: tuple[int, ...] | None
+    shard: int = 0  # which one of a list of shards it is of
 
 
 def describe(
@@ -35,7 +36,7 @@ def describe(
     """The global tensor that a leaf is of, and the boxes of it that this rank holds."""
     shards = value if isinstance(value, list) else [value]
     spec, pieces = _describe_one(shards[0], name, path, rank, where)
-    for shard in shards[1:]:
+    for number, shard in enumerate(shards[1:], 1):
         other, more = _describe_one(shard, name, path, rank, where)
         if other != spec:
             raise InvalidInputError(
@@ -43,7 +44,7 @@ def describe(
                 f"shards of one list are boxes of one tensor",
                 path=path,
             )
-        pieces += more
+        pieces += tuple(replace(piece, shard=number) for piece in more)
     if where.per_rank:
         if any(piece.replicas is not None for piece in pieces) or not pieces:
             raise InvalidInputError(
@@ -185,31 +186,61 @@ def _flat(value: FlatShard, name: str, path: str) -> tuple[TensorSpec, tuple[Pie
 
 def memory_of(data: Any) -> tuple[Any, ...]:
     """Equal for tensors or arrays that are the same elements in the same memory, while they live; else unequal."""
-    if isinstance(data, np.ndarray):
-        place = data.__array_interface__["data"][0] if data.size else id(data)
-        return ("numpy", place, data.shape, data.strides, data.dtype.str)
-    from ckptstore.interop.torch_tensor import memory_of as memory_of_tensor
-
-    return memory_of_tensor(data)
+    return _place_of(data), *_looks(data)
 
 
 def address_of(data: Any) -> int:
-    """Where the first element lies. Tensors or arrays at different places are not the same memory."""
+    """Of the first element, on whatever device."""
     if isinstance(data, np.ndarray):
         return int(data.__array_interface__["data"][0])
     return int(data.data_ptr())
 
 
-def tie_of(value: Any, pieces: Sequence[Piece]) -> tuple[Any, ...] | None:
-    """Equal for leaves that are one tensor under two names (tied weights); None where no other can be.
+def is_host_run(data: Any) -> bool:
+    """Are the elements, row-major, one run of host memory?"""
+    if isinstance(data, np.ndarray):
+        return bool(data.flags.c_contiguous)
+    return bool(
+        data.device.type == "cpu" and data.is_contiguous() and not data.is_conj() and not data.is_neg()
+    )
 
-    Slices without elements of one bucket share memory and yet are of different tensors, so only a DTensor,
-    which says what it is of, is known by its memory there; all else by being the very same object.
+
+def _place_of(data: Any) -> Any:
+    if isinstance(data, np.ndarray):
+        return address_of(data) if data.size else id(data)
+    # Without elements (or memory) there is no address: the storage is known by its own.
+    address = address_of(data) if data.numel() else 0
+    return address or (data.untyped_storage()._cdata, data.storage_offset())
+
+
+def _looks(data: Any) -> tuple[Any, ...]:
+    """How the elements follow from the memory."""
+    if isinstance(data, np.ndarray):
+        return "numpy", data.shape, data.strides, data.dtype.str
+    return data.device, tuple(data.shape), data.stride(), data.dtype, data.is_conj(), data.is_neg()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """Equal for leaves that are one tensor under two names (tied weights): both what they are and where they lie.
+
+    `places` are by memory or by object: slices without elements of one bucket share memory and yet are of
+    different tensors, so only a DTensor, which says what it is of, is known by its memory there.
     """
+
+    kind: tuple[Any, ...]
+    places: tuple[Any, ...]
+    by_memory: bool
+
+
+def tie_of(value: Any, spec: TensorSpec, where: Where, pieces: Sequence[Piece]) -> Tie | None:
+    """None where no other tensor can be the same."""
     if not pieces:
         return None
     by_memory = any(piece.box.numel for piece in pieces) or type(value).__name__ == "DTensor"
-    return tuple(
-        (piece.box, piece.replicas, memory_of(piece.data) if by_memory else id(piece.data))
-        for piece in pieces
+    looks = tuple([(piece.box, piece.replicas, _looks(piece.data)) for piece in pieces])
+    return Tie(
+        kind=(spec.dtype, spec.shape, where.frozen, where.per_rank, looks),
+        places=tuple([_place_of(piece.data) if by_memory else id(piece.data) for piece in pieces]),
+        by_memory=by_memory,
     )

@@ -8,8 +8,7 @@ The tags: docs/reference/format-v1.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,102 +25,46 @@ from ckptstore.held import (
     ranks_of,
     torch_module,
 )
+from ckptstore.known import Met, Recollection
 from ckptstore.ledger import Ledger
 from ckptstore.pieces import describe, tie_of
-from ckptstore.tensor import DTYPES, Box, Shard, TensorSpec
+from ckptstore.seen import (
+    SCALARS,
+    WRAPPERS,
+    Asked,
+    Differs,
+    Look,
+    Place,
+    Seen,
+    SeenItems,
+    SeenObject,
+    SeenValue,
+    SeenWrapper,
+    has_state_dict,
+    opened,
+    see_tensor,
+)
+from ckptstore.structure import Data
+from ckptstore.structure import FlatState as FlatState
+from ckptstore.structure import Structure as Structure
+from ckptstore.structure import TensorLeaf as TensorLeaf
+from ckptstore.tensor import Box, TensorSpec
 from ckptstore.values import decode_value, encode_value, is_utf8
 
-WRAPPERS = (PerRank, Frozen, HeldBy, ExpertParallel)
 MAX_DEPTH = 100  # far below the depth at which Python's own readers of JSON give up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorLeaf:
-    """One box that this rank holds. `replicas` is None for a plain tensor: held by every rank of the role."""
-
-    spec: TensorSpec
-    box: Box
-    data: Any  # torch.Tensor or numpy array: the elements of `box`
-    replicas: tuple[int, ...] | None
-    frozen: bool
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * DTYPES[self.spec.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """What a state's tensor leaves are, without their values: all that plans and staging depend on, one entry a leaf.
-
-    Leaves that were flattened with the same `Known` share their parts, so that equal structures compare by
-    identity: 20,000 leaves in a millisecond.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    boxes: tuple[Box, ...]
-    replicas: tuple[tuple[int, ...] | None, ...]
-    frozen: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, leaves: Sequence[TensorLeaf]) -> Structure:
-        return cls(
-            tuple([leaf.spec for leaf in leaves]),
-            tuple([leaf.box for leaf in leaves]),
-            tuple([leaf.replicas for leaf in leaves]),
-            tuple([leaf.frozen for leaf in leaves]),
-        )
-
-    def __len__(self) -> int:
-        return len(self.specs)
-
-    def shards(self, size: int) -> tuple[Shard, ...]:
-        """One a leaf; a plain tensor is held by all `size` ranks."""
-        everyone = tuple(range(size)) if size > 1 else ()
-        return tuple(
-            Shard(spec=spec, box=box, replicas=everyone if replicas is None else replicas)
-            for spec, box, replicas in zip(self.specs, self.boxes, self.replicas, strict=True)
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatState:
-    """The tensor leaves of a state, in order, and everything else as JSON.
-
-    `data[n]` is the torch.Tensor or numpy array that holds the elements of leaf `n` now. Keep it no longer than
-    the save needs it: it keeps the caller's memory alive.
-    """
-
-    structure: Structure
-    data: tuple[Any, ...]
-    skeleton: Any
-
-    @property
-    def leaves(self) -> tuple[TensorLeaf, ...]:
-        """The leaves as objects; made at every call."""
-        known = self.structure
-        return tuple(
-            TensorLeaf(spec=spec, box=box, data=data, replicas=replicas, frozen=frozen)
-            for spec, box, replicas, frozen, data in zip(
-                known.specs, known.boxes, known.replicas, known.frozen, self.data, strict=True
-            )
-        )
-
-
-def has_state_dict(value: Any) -> bool:
-    if isinstance(value, type):
-        return False  # a class is no object that holds state
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
 class Known:
-    """Specs, boxes and replicas of the states flattened before: equal ones are given back as the same objects.
+    """What the states flattened before were like, so that the next one is only compared. Holds no tensor.
 
-    So whoever compares two structures does it by identity, at every save.
+    Specs, boxes and replicas equal to earlier ones are given back as the same objects, and the structure of the
+    last state as the same one. Not for several threads at once.
     """
 
     def __init__(self) -> None:
         self._of: dict[tuple[str, int], tuple[TensorSpec, Box, tuple[int, ...] | None]] = {}
+        self._last: Recollection | None = None
+        self._structure: Structure | None = None
 
     def same(
         self, at: int, spec: TensorSpec, box: Box, replicas: tuple[int, ...] | None
@@ -134,66 +77,107 @@ class Known:
         self._of[spec.name, at] = now
         return now
 
-    def forget_if_beyond(self, leaves: int) -> None:
-        """Names that change at every save must not fill the memory: begin anew above so many leaves."""
-        if len(self._of) > leaves:
-            self._of.clear()
+    def again(self, state: Any, role: str, rank: int, asked: Asked) -> FlatState | None:
+        """The flat state, if it is as the last one in all that a structure follows from."""
+        last, self._last = self._last, None  # an error in the middle leaves nothing half known
+        if last is None or last.member != (role, rank):
+            return None
+        look = Look(asked, lambda value, place: _Flatten(role, rank, None, asked).node(value, *place))
+        try:
+            root, data = last.again(state, look)
+        except Exception:  # Differs, or anything: the walk anew meets it again and says where
+            return None
+        self._last = last
+        return FlatState(structure=last.structure, skeleton=root.skeleton, places=last.places, _data=data)
+
+    def keep(self, root: Seen, structure: Structure, walk: _Flatten) -> FlatState:
+        """Remember what a walk met, as far as it can be compared exactly."""
+        if len(self._of) > 4 * len(structure) + 1000:
+            self._of.clear()  # names that change at every save must not fill the memory
+        if structure == self._structure and self._structure is not None:
+            structure = self._structure
+        self._structure = structure
+        flat = walk.flat(root, structure)
+        if walk.comparable:
+            try:
+                self._last = Recollection(
+                    member=(walk.role, walk.rank),
+                    root=root,
+                    look=walk.look,
+                    met=walk.met,
+                    structure=structure,
+                )
+            except Differs:
+                return flat
+            return replace(flat, places=self._last.places)
+        return flat
 
 
 def flatten(state: Any, *, role: str, rank: int, known: Known | None = None) -> FlatState:
     """Flatten one rank's state. Values are captured now; tensors are referenced, not copied.
 
-    What is as in earlier states flattened with the same `known` is described by the same objects.
-    InvalidInputError names the path of what cannot be saved.
+    What is as in the state flattened before with the same `known` is only compared, and described by the same
+    objects. InvalidInputError names the path of what cannot be saved.
     """
     if not isinstance(state, dict):
         raise InvalidInputError(
             f"a state is a dict of names, not {type(state).__name__}: save {{'model': ...}} instead"
         )
-    known = known or Known()
-    walk = _Flatten(role, rank, known)
-    skeleton = walk.node(state, "", Where(), 0)
-    known.forget_if_beyond(4 * len(walk.leaves) + 1000)
-    return FlatState(
-        structure=Structure.of(walk.leaves),
-        data=tuple([leaf.data for leaf in walk.leaves]),
-        skeleton=skeleton,
-    )
+    asked = Asked()
+    if known is not None and (found := known.again(state, role, rank, asked)) is not None:
+        return found
+    asked.rewind()
+    walk = _Flatten(role, rank, known, asked)
+    root = walk.node(state, "", Where(), 0)
+    structure = Structure.of(walk.leaves)
+    return walk.flat(root, structure) if known is None else known.keep(root, structure, walk)
 
 
 class _Flatten:
-    def __init__(self, role: str, rank: int, known: Known) -> None:
+    """One walk over all of a state."""
+
+    def __init__(self, role: str, rank: int, known: Known | None, asked: Asked) -> None:
         self.role, self.rank, self.known = role, rank, known
+        self.look = Look(asked, self.anew)
         self.leaves: list[TensorLeaf] = []
         self.names: set[str] = set()
         self.tied: dict[
             Any, str
         ] = {}  # by what they are and where they lie: the name under which they are stored
+        self.met: list[Met] = []
+        self.comparable = True
 
-    def node(self, value: Any, path: str, where: Where, depth: int) -> Any:
+    def flat(self, root: Seen, structure: Structure) -> FlatState:
+        data = Data([leaf.data for leaf in self.leaves], tuple)
+        return FlatState(structure=structure, skeleton=root.skeleton, places=None, _data=data)
+
+    def node(self, value: Any, path: str, where: Where, depth: int) -> Seen:
         if depth > MAX_DEPTH:
             raise InvalidInputError(
                 f"{path[:200]} is nested deeper than {MAX_DEPTH}: it may contain itself; flatten it",
                 path=path,
             )
+        place = (path, where, depth)
         if is_tensor_leaf(value):
-            return self.tensor(value, path, where)
+            return self.tensor(value, place)
         if isinstance(value, Ledger):
-            return {"ledger": value.to_json()}
+            return SeenValue(skeleton={"ledger": value.to_json()}, place=place, tensors=0)
         if isinstance(value, WRAPPERS):
-            return self.wrapper(value, path, where, depth)
+            return self.wrapper(value, place)
         if isinstance(value, dict):
-            pairs = []
+            pairs, children = [], []
             for key, inner in value.items():
                 told, at, within = where.enter(path, self.key(key, path))
-                pairs.append([told, self.node(inner, at, within, depth + 1)])
-            return {"d": pairs}
+                children.append(child := self.node(inner, at, within, depth + 1))
+                pairs.append([told, child.skeleton])
+            return self.items(value, "d", pairs, children, place)
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-            tag, items = "l" if isinstance(value, list) else "t", []
+            children = []
             for number, inner in enumerate(value):
                 where.check_place(path, number)
-                items.append(self.node(inner, join(path, number), where, depth + 1))
-            return {tag: items}
+                children.append(self.node(inner, join(path, number), where, depth + 1))
+            tag = "l" if isinstance(value, list) else "t"
+            return self.items(value, tag, [child.skeleton for child in children], children, place)
         torch = torch_module()
         if torch is not None and isinstance(value, torch.optim.Optimizer):
             raise InvalidInputError(
@@ -202,22 +186,48 @@ class _Flatten:
                 path=path,
             )
         if has_state_dict(value):
-            return {"o": self.node(value.state_dict(), path, where, depth + 1)}
-        return encode_value(value, path)
+            told = self.node(self.look.asked.state_dict(value), path, where, depth + 1)
+            return SeenObject(
+                skeleton={"o": told.skeleton}, place=place, tensors=told.tensors, kind=type(value), inner=told
+            )
+        return SeenValue(
+            skeleton=encode_value(value, path),
+            place=place,
+            tensors=0,
+            scalar=(value,) if type(value) in SCALARS else None,
+        )
 
-    def wrapper(self, value: Any, path: str, where: Where, depth: int) -> Any:
+    def items(self, value: Any, tag: str, skeletons: list[Any], children: list[Seen], place: Place) -> Seen:
+        seen = SeenItems.of(value, tag, skeletons, children, place)
+        self.comparable &= type(seen) is not Seen
+        return seen
+
+    def wrapper(self, value: Any, place: Place) -> Seen:
+        path, where, depth = place
         if isinstance(value, PerRank):
             if where.per_rank:
                 raise InvalidInputError(f"{path} is a PerRank within a PerRank: wrap it once", path=path)
-            return {"p": self.node(value.value, path, replace(where, per_rank=True), depth + 1)}
-        inner, within = unwrap(value, path, where, self.rank)
-        node = self.node(inner, path, within, depth + 1)
-        if isinstance(value, Frozen):
-            return {"z": node}
-        if isinstance(value, ExpertParallel):
+            inner, within = value.value, replace(where, per_rank=True)
+        else:
+            inner, within = unwrap(value, path, where, self.rank)
+        child = self.node(inner, path, within, depth + 1)
+        skeleton = node = child.skeleton
+        if isinstance(value, (PerRank, Frozen)):
+            skeleton = {"p" if isinstance(value, PerRank) else "z": node}
+        elif isinstance(value, ExpertParallel):
             declared = [[each.pattern, each.total] for each in value.families(path) if not each.stacked]
-            return {"x": [declared, node]} if declared else node
-        return node
+            skeleton = {"x": [declared, node]} if declared else node
+        if type(value) not in WRAPPERS:
+            self.comparable &= not child.tensors
+            return SeenValue(skeleton=skeleton, place=place, tensors=child.tensors)
+        return SeenWrapper(
+            skeleton=skeleton,
+            place=place,
+            tensors=child.tensors,
+            kind=type(value),
+            said=opened(value)[1],
+            inner=child,
+        )
 
     def key(self, key: Any, path: str) -> Any:
         if isinstance(key, bool) or not isinstance(key, (str, int)):
@@ -233,7 +243,8 @@ class _Flatten:
             )
         return key
 
-    def tensor(self, value: Any, path: str, where: Where) -> Any:
+    def tensor(self, value: Any, place: Place) -> Seen:
+        path, where, _ = place
         name = f"{self.role}/{path}" + (f"#{self.rank}" if where.per_rank else "")
         if name in self.names:
             raise InvalidInputError(
@@ -243,16 +254,29 @@ class _Flatten:
             )
         self.names.add(name)
         spec, pieces = describe(value, name, path, self.rank, where)
-        tie = tie_of(value, pieces)
+        tie = tie_of(value, spec, where, pieces)
         if tie is not None:
-            name = self.tied.setdefault((spec.dtype, spec.shape, where.frozen, where.per_rank, tie), name)
+            name = self.tied.setdefault((tie.kind, tie.places), name)
         if name == spec.name:
             for at, piece in enumerate(pieces):
-                spec, box, replicas = self.known.same(at, spec, piece.box, piece.replicas)
+                box, replicas = piece.box, piece.replicas
+                if self.known is not None:
+                    spec, box, replicas = self.known.same(at, spec, box, replicas)
                 self.leaves.append(
                     TensorLeaf(spec=spec, box=box, data=piece.data, replicas=replicas, frozen=where.frozen)
                 )
-        return {"N" if isinstance(value, np.ndarray) else "T": name.split("/", 1)[1]}
+        skeleton = {"N" if isinstance(value, np.ndarray) else "T": name.split("/", 1)[1]}
+        first = len(self.look.held)
+        seen = see_tensor(value, skeleton, place)
+        if seen is None:
+            self.comparable = False
+            return SeenValue(skeleton=skeleton, place=place, tensors=1)
+        seen.again(value, self.look)
+        self.met.append(Met(first=first, pieces=pieces, tie=tie, stored=name == spec.name))
+        return seen
+
+    def anew(self, value: Any, place: Place) -> Seen:
+        raise Differs  # a walk anew compares nothing
 
 
 def unwrap(value: Any, path: str, where: Where, rank: int) -> tuple[Any, Where]:

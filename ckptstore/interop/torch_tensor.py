@@ -137,23 +137,6 @@ def copy_box_from_bytes(
         target.copy_(chunk)
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What two tensors have in common that show the same elements of the same memory, and no others have.
-
-    The storage is known by its own address, not by that of its data: tensors without elements have none.
-    Valid while the tensor lives.
-    """
-    return (
-        tensor.untyped_storage()._cdata,
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
 def version_of(tensor: torch.Tensor) -> int | None:
     """Grows with every change in place that torch knows of; None for tensors that do not count them."""
     return None if tensor.is_inference() else int(tensor._version)
