@@ -174,6 +174,7 @@ class Contributor:
             if known.skip == skip:
                 return known
         made = Prepared.of(structure, plan, frame, skip)
+        self.memory.reserve([block.size for block in made.copies.blocks])
         self._prepared = [made, *self._prepared[: PREPARED_KEPT - 1]]
         return made
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from ckptstore.errors import InvalidInputError
 from ckptstore.segment import CHUNKS_MAX, HeaderTemplate, order
 from ckptstore.tensor import Box, TensorSpec, itemsize
 
 SEGMENT_NBYTES = 2 << 30
+BLOCK_NBYTES = 16 << 20  # of uploads (store/base.py), which is above this layer
+_ENTRY_NBYTES = 256  # of a header, besides the name: at most about
+HEADER_NBYTES = 4 << 20  # about; it must lie within the first block, which is written last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,19 +42,24 @@ def make_images(
 ) -> tuple[Image, ...]:
     """Images of all chunks but those in `skip`; of about `segment_nbytes`, more only for a single chunk."""
     sizes = [box.numel * itemsize(spec.dtype) for spec, box in zip(specs, boxes, strict=True)]
-    return tuple(_image(group, specs, boxes, sizes) for group in _groups(sizes, skip, segment_nbytes))
+    headers = [len(spec.name) + _ENTRY_NBYTES for spec in specs]
+    groups = _groups(sizes, headers, skip, segment_nbytes)
+    return tuple(_image(group, specs, boxes, sizes) for group in groups)
 
 
-def _groups(sizes: Sequence[int], skip: Collection[int], most: int) -> Iterator[list[int]]:
-    group, nbytes = list[int](), 0
+def _groups(
+    sizes: Sequence[int], headers: Sequence[int], skip: Collection[int], most: int
+) -> Iterator[list[int]]:
+    group, nbytes, header = list[int](), 0, 0
     for chunk, size in enumerate(sizes):
         if chunk in skip:
             continue
-        if group and (len(group) >= CHUNKS_MAX or nbytes + size > most):
+        full = len(group) >= CHUNKS_MAX or nbytes + size > most or header + headers[chunk] > HEADER_NBYTES
+        if group and full:
             yield group
-            group, nbytes = [], 0
+            group, nbytes, header = [], 0, 0
         group.append(chunk)
-        nbytes += size
+        nbytes, header = nbytes + size, header + headers[chunk]
     if group:
         yield group
 
@@ -60,6 +69,12 @@ def _image(
 ) -> Image:
     chunks = [group[n] for n in order([specs[chunk] for chunk in group])]
     header = HeaderTemplate.of([specs[chunk] for chunk in chunks], [boxes[chunk] for chunk in chunks])
+    if header.nbytes > BLOCK_NBYTES:
+        raise InvalidInputError(
+            f"the name of {specs[chunks[0]].name[:100]}… has {len(specs[chunks[0]].name)} characters, which no header "
+            f"holds: shorten it",
+            name=specs[chunks[0]].name[:1000],
+        )
     at, starts = header.nbytes, []
     for chunk in chunks:
         starts.append(at)

@@ -137,23 +137,29 @@ class Snapshot:
         self.stage(data, places)
 
     def _work(self, data: Sequence[Any]) -> None:
+        number: int | None = None
         try:
             while (number := self._begin()) is not None:
-                block = self._blocks[number]
-                if block is None:
-                    raise InternalError(f"block {number} was given back before it was staged")
-                self.plan.sources.copy(number, data, block)
-                if self._check is not None and number == len(self.plan.blocks) - 1:
-                    self._check()
-                    self._check = None  # it knows the tensors
-                with self._changed:
-                    self._staged[number] = True
-                    self._changed.notify_all()
-                if self._over:
-                    self.give_back(number)
+                self._fill(number, data)
         except BaseException as error:
             # The thread that stages raises it; the writer must not wait for what will not come.
             self.fail(error)
+            if number is not None:
+                self.give_back(number)
+
+    def _fill(self, number: int, data: Sequence[Any]) -> None:
+        block = self._blocks[number]
+        if block is None:
+            raise InternalError(f"block {number} was given back before it was staged")
+        self.plan.sources.copy(number, data, block)
+        if self._check is not None and number == len(self.plan.blocks) - 1:
+            self._check()
+            self._check = None  # it knows the tensors
+        with self._changed:
+            self._staged[number] = True
+            self._changed.notify_all()
+        if self._over:
+            self.give_back(number)
 
     def _begin(self) -> int | None:
         """Memory for the next block, in order: were a later one served first, a writer might wait for ever."""

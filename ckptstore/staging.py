@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,7 +23,8 @@ from ckptstore.store.base import BLOCK_NBYTES
 from ckptstore.store.direct import aligned
 
 SPARE_BLOCKS: Final = 4  # for a writer that must repack: it never waits for memory that waits for it
-LIMIT_NBYTES_MIN: Final = (SPARE_BLOCKS + 2) * BLOCK_NBYTES
+# A chunk lies in three blocks at most and is passed on as a whole; a segment's first block is kept to its end.
+LIMIT_NBYTES_MIN: Final = (SPARE_BLOCKS + 4) * BLOCK_NBYTES
 _PAGE: Final = 4096
 _SMALL: Final = 64 * 1024
 
@@ -42,7 +45,6 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class _Counts:
-    blocks: int = 0
     allocations: int = 0
     nbytes: int = 0
     nbytes_used: int = 0
@@ -115,16 +117,34 @@ class StagingMemory:
                 return None  # a block that comes back is better than a process that is killed
             while self._free and counts.nbytes + size > self.limit_nbytes:
                 counts.nbytes -= self._free.pop(0).nbytes  # of a size that nobody wants now
-            memory = aligned(size)
-            memory[::_PAGE] = 0
-            counts.allocations += 1
-            counts.nbytes += size
-            counts.nbytes_most = max(counts.nbytes_most, counts.nbytes)
-            block = Block(memory)
+            block = self._made(size)
         block.spare, block.users = spare, 1
         counts.by_kind[spare] += block.nbytes
         counts.nbytes_used += block.nbytes
         return block
+
+    def _made(self, size: int) -> Block:
+        memory, counts = aligned(size), self._counts
+        memory[::_PAGE] = 0
+        counts.allocations += 1
+        counts.nbytes += size
+        counts.nbytes_most = max(counts.nbytes_most, counts.nbytes)
+        return Block(memory)
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Have free blocks of these sizes as far as the limit and the machine allow; none of them is handed out.
+
+        So the first save of a structure pays for its memory, and no later one does, however fast it is written.
+        """
+        with self._changed:
+            wanted = Counter(_size(nbytes) for nbytes in sizes)
+            wanted.subtract(Counter(block.nbytes for block in self._free))
+            room = self.limit_nbytes - SPARE_BLOCKS * BLOCK_NBYTES
+            for size in sorted(wanted.elements(), reverse=True):
+                if self._counts.nbytes + size > room or not hostmemory.is_left(size):
+                    break
+                self._free.append(self._made(size))
+            self._changed.notify_all()
 
     def hold(self, block: Block) -> None:
         """One more user of a block that somebody holds."""

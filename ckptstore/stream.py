@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from ckptstore.errors import AlreadyExistsError, OutcomeUnknownError
+from ckptstore.errors import AlreadyExistsError, InternalError, OutcomeUnknownError
 from ckptstore.snapshot import Piece
 from ckptstore.staging import Block, StagingMemory
 from ckptstore.store.base import BLOCK_NBYTES, Store, Upload
@@ -45,20 +45,16 @@ class SegmentStream:
         self.key = key
         self.nbytes = header_nbytes  # so far
         self._store = store
-        self._header_nbytes = header_nbytes
         self._memory = memory
         self._writers = writers
         self._under_way = under_way
         self._upload: Upload = store.upload(key, nbytes_max)
         self._block: Block | None = None
-        self._number, self._fill = 0, 0
-        self._kept: list[tuple[int, Block, int]] = []  # blocks that hold the header: number, memory, bytes
+        self._number, self._fill = 0, header_nbytes
+        self._first: tuple[Block, int] | None = (
+            None  # memory and bytes of block 0, which waits for the header
+        )
         self._writes: list[Future[None]] = []
-        for _ in range(header_nbytes // BLOCK_NBYTES):  # a header of more than a block
-            self._own()
-            self._fill = BLOCK_NBYTES
-            self._pass_on()
-        self._fill = header_nbytes % BLOCK_NBYTES
 
     def append(self, piece: Piece) -> None:
         """The next bytes of the segment; they are not needed any more once their block has no other user."""
@@ -100,13 +96,13 @@ class SegmentStream:
         return block
 
     def _pass_on(self) -> None:
-        """The current block is complete: write it, or keep it while the header is not known."""
+        """The current block is complete: write it, but keep the first until the header is known."""
         block, number, nbytes = self._block, self._number, self._fill
         self._block, self._number, self._fill = None, number + 1, 0
         if block is None:
             return
-        if number * BLOCK_NBYTES < self._header_nbytes:
-            self._kept.append((number, block, nbytes))
+        if number == 0:
+            self._first = block, nbytes
             return
         self._under_way.acquire()
         try:
@@ -124,35 +120,27 @@ class SegmentStream:
             self._under_way.release()
 
     def finish(self, header: bytes) -> None:
-        """Make the segment durable under its key. Its last, unfilled block and those of the header are written here."""
+        """Make the segment durable under its key. Its last, unfilled block and its first are written here."""
         if self._fill:
             if self._block is None:
                 self._own()  # nothing came after the header
             self._pass_on()
         for write in self._writes:
             write.result()
-        self._lay(header)
-        while self._kept:
-            number, block, nbytes = self._kept.pop()
-            try:
-                self._upload.write(number, block.memory[:nbytes])
-            finally:
-                self._memory.drop(block)
+        if self._first is None:
+            raise InternalError(f"{self.key} ends without its first block: report this")
+        block, nbytes = self._first
+        np.copyto(block.memory[: len(header)], np.frombuffer(header, np.uint8))
+        self._upload.write(0, block.memory[:nbytes])
         finish_own(self._store, self.key, lambda: self._upload.finish(self.nbytes))
-
-    def _lay(self, header: bytes) -> None:
-        view = np.frombuffer(header, np.uint8)
-        for number, block, _ in self._kept:
-            part = view[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES]
-            np.copyto(block.memory[: part.nbytes], part)
 
     def close(self) -> None:
         """Release what is held; what was not finished leaves nothing behind."""
         for write in self._writes:
             write.exception()  # raised by finish, or hidden by the error that ends this stream
-        for _, block, _ in self._kept:
-            self._memory.drop(block)
-        self._kept = []
+        if self._first is not None:
+            self._memory.drop(self._first[0])
+            self._first = None
         if self._block is not None:
             self._memory.drop(self._block)
             self._block = None

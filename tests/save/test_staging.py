@@ -1,0 +1,334 @@
+"""The fast path of a save against plain copies: any sizes, dtypes and strides, over the edges of blocks.
+
+Blocks are of two pages here, so that small states cross many of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import ckptstore
+from ckptstore import (
+    BudgetExceededError,
+    Checkpointer,
+    InvalidInputError,
+    Sharded,
+    StoreUnavailableError,
+    contribution,
+    image,
+    snapshot,
+    sources,
+    staging,
+    stream,
+)
+from ckptstore.image import make_images
+from ckptstore.store import base, collected, local
+from ckptstore.store.memory import MemoryStore
+from ckptstore.stream import SegmentStream
+from ckptstore.tensor import Box, TensorSpec
+from tests.save.runs import WAIT_S, bits, new_url, save_all
+
+BLOCK = 8192
+DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.bool, torch.complex128)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (base, collected, local, staging, snapshot, stream, contribution):
+        monkeypatch.setattr(module, "BLOCK_NBYTES", BLOCK)
+    monkeypatch.setattr(staging, "LIMIT_NBYTES_MIN", 8 * BLOCK)
+    monkeypatch.setattr(staging, "_SMALL", 1024)
+    monkeypatch.setattr(contribution, "LIMIT_NBYTES_MIN", 8 * BLOCK)
+    monkeypatch.setattr(snapshot, "TWO_THREADS_NBYTES", 2 * BLOCK)
+    monkeypatch.setattr(sources, "SMALL_NBYTES", 2000)
+
+
+def tensor_of(kind: tuple[int, int, bool], seed: int) -> torch.Tensor:
+    """A tensor of `kind`: elements, dtype, whether its elements lie in order."""
+    count, dtype, straight = kind
+    raw = np.random.default_rng(seed).integers(0, 2, count * 32, np.uint8)
+    wide = torch.from_numpy(raw)[: count * 2].to(DTYPES[dtype])
+    return wide[:count].clone() if straight else wide[::2]
+
+
+KINDS = st.tuples(
+    st.sampled_from([0, 1, 3, 100, 1023, 1024, 1025, 5000]), st.integers(0, len(DTYPES) - 1), st.booleans()
+)
+
+
+@settings(max_examples=25)
+@given(
+    kinds=st.lists(KINDS, min_size=1, max_size=12),
+    changed=st.lists(st.lists(st.booleans(), min_size=12, max_size=12), min_size=2, max_size=3),
+    segment_nbytes=st.sampled_from([3 * BLOCK, 10 * BLOCK, 1 << 30]),
+    new=KINDS,
+)
+@pytest.mark.usefixtures("small_blocks")
+def test_what_was_staged_is_read_back_whatever_changed_since(
+    tmp_path_factory: pytest.TempPathFactory,
+    kinds: list[tuple[int, int, bool]],
+    changed: list[list[bool]],
+    segment_nbytes: int,
+    new: tuple[int, int, bool],
+) -> None:
+    """Unchanged tensors leave gaps in the image, of which the segment has none; the last save has another structure."""
+    url = tmp_path_factory.mktemp("run")
+    state = {f"t{n}": tensor_of(kind, n) for n, kind in enumerate(kinds)}
+    saved: list[dict[str, Any]] = []
+    make = image.make_images
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            contribution,
+            "make_images",
+            lambda specs, boxes, **more: make(specs, boxes, segment_nbytes=segment_nbytes, **more),
+        )
+        with ckptstore.begin(url, {"trainer": 1}) as inc, Checkpointer(inc, role="trainer", rank=0) as ckpt:
+            for step, mask in enumerate([[True] * 12, *changed, [False] * 12]):
+                for n, kind in enumerate(kinds):
+                    if mask[n]:
+                        state[f"t{n}"].copy_(tensor_of(kind, 100 * step + n))
+                if step == len(changed) + 1:
+                    state["new"] = tensor_of(new, 7)
+                saved.append({name: value.clone() for name, value in state.items()})
+                ckpt.save(step, state)
+    run = ckptstore.open(url)
+    assert run.verify().ok
+    for step, expected in enumerate(saved):
+        read = run.read(step)
+        assert {name: bits(value) for name, value in read.items()} == {
+            name: bits(value) for name, value in expected.items()
+        }
+    nbytes = sum(value.nbytes for value in saved[-1].values())
+    assert run.checkpoints()[-1].nbytes == nbytes
+    for path in url.rglob("*.safetensors"):
+        with safe_open(path, "numpy") as file:  # no hole, no tail
+            assert list(file.keys())
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_ranks_that_do_not_know_their_plan_yet_cut_it_out_of_whole_leaves() -> None:
+    url = new_url()
+    w, odd = torch.arange(30_000, dtype=torch.float32), torch.arange(3000, dtype=torch.int16).reshape(30, 100)
+    with ckptstore.begin(url, {"trainer": 3}) as inc:
+        members = [Checkpointer(inc, role="trainer", rank=rank) for rank in range(3)]
+        for step in range(2):
+            save_all(members, step, [{"w": w + step, "odd": odd.t()} for _ in members])
+        for member in members:
+            member.close(WAIT_S)
+    run = ckptstore.open(url)
+    for step in range(2):
+        read = run.read(step)
+        assert torch.equal(read["w"], w + step) and torch.equal(read["odd"], odd.t())
+
+
+# -- memory
+
+
+class SlowStore(MemoryStore):
+    """Blocks are taken only while `open` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(name="slow")
+        self.open, self.asked = threading.Event(), threading.Event()
+
+    def upload(self, key: str, nbytes_max: int) -> Any:
+        upload = super().upload(key, nbytes_max)
+        write = upload.write
+
+        def slow(block: int, data: Any) -> None:
+            self.asked.set()
+            assert self.open.wait(WAIT_S)
+            write(block, data)
+
+        upload.write = slow
+        return upload
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStore]:
+    store = SlowStore()
+    monkeypatch.setattr(MemoryStore, "named", classmethod(lambda cls, name: store))
+    yield store
+    store.open.set()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_save_larger_than_the_budget_waits_for_the_writer_and_never_exceeds_it(slow: SlowStore) -> None:
+    state = {f"w{n}": torch.full((BLOCK // 4,), float(n)) for n in range(40)}
+    budget = 10 * BLOCK
+    with (
+        ckptstore.begin(new_url(), {"trainer": 1}) as inc,
+        Checkpointer(inc, role="trainer", rank=0, memory_budget=budget) as ckpt,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        memory = ckpt._contributor.memory
+        call = thread.submit(ckpt.save, 0, state)
+        assert slow.asked.wait(WAIT_S)
+        assert not call.done() and memory.nbytes <= budget
+        slow.open.set()
+        call.result(WAIT_S).result(WAIT_S)
+        taken = memory.allocations
+        for step in range(1, 4):
+            for value in state.values():
+                value.add_(1)
+            ckpt.save(step, state)
+        ckpt.close(WAIT_S)
+        assert memory.nbytes_most <= budget
+        assert memory.allocations == taken  # nothing is allocated after the first save
+    read = ckptstore.open(inc.url).read(3)
+    assert all(torch.equal(read[name], value) for name, value in state.items())
+
+
+def test_a_second_save_takes_no_new_memory_and_the_first_about_one_snapshot() -> None:
+    state = {f"w{n}": torch.ones(1 << 20) for n in range(20)}
+    with ckptstore.begin(new_url(), {"trainer": 1}) as inc, Checkpointer(inc, role="trainer", rank=0) as ckpt:
+        ckpt.save(0, state).result(WAIT_S)
+        memory = ckpt._contributor.memory
+        taken, most = memory.allocations, memory.nbytes_most
+        for step in range(1, 4):
+            for value in state.values():
+                value.add_(1)
+            ckpt.save(step, state).result(WAIT_S)
+        assert memory.allocations == taken and memory.nbytes_most == most
+        assert most <= 1.05 * sum(value.nbytes for value in state.values()) + staging.BLOCK_NBYTES
+
+
+def test_a_budget_that_is_too_small_is_refused() -> None:
+    with (
+        ckptstore.begin(new_url(), {"trainer": 1}) as inc,
+        pytest.raises(InvalidInputError, match=f"{staging.LIMIT_NBYTES_MIN}"),
+    ):
+        Checkpointer(inc, role="trainer", rank=0, memory_budget=1 << 20)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_ranks_that_must_copy_all_they_hold_say_what_budget_they_need() -> None:
+    with ckptstore.begin(new_url(), {"trainer": 2}) as inc:
+        ckpt = Checkpointer(inc, role="trainer", rank=0, memory_budget=9 * BLOCK)
+        with pytest.raises(BudgetExceededError, match="memory_budget="):
+            ckpt.save(0, {"w": Sharded.dim0(torch.ones(20 * BLOCK), start=0, size=40 * BLOCK)})
+        ckpt.close(WAIT_S)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_store_that_fails_in_the_middle_of_a_segment_gives_all_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Training goes on, the error surfaces, the checkpoint before stands, the next save works."""
+    url, write, failing = new_url(), SegmentStream._write, threading.Event()
+
+    def full(self: SegmentStream, number: int, *args: Any) -> None:
+        if failing.is_set() and number == 5:
+            monkeypatch.setattr(self._upload, "write", _refuse)
+        write(self, number, *args)
+
+    monkeypatch.setattr(SegmentStream, "_write", full)
+    state = {"w": torch.arange(20 * BLOCK // 4, dtype=torch.float32)}
+    with ckptstore.begin(url, {"trainer": 1}) as inc, Checkpointer(inc, role="trainer", rank=0) as ckpt:
+        memory = ckpt._contributor.memory
+        ckpt.save(0, state).result(WAIT_S)
+        failing.set()
+        state["w"].add_(1)
+        handle = ckpt.save(1, state)
+        with pytest.raises(StoreUnavailableError, match="full"):
+            handle.result(WAIT_S)
+        assert memory._counts.nbytes_used == 0
+        failing.clear()
+        state["w"].add_(1)
+        assert ckpt.save(2, state).result(WAIT_S).step == 2
+        assert memory._counts.nbytes_used == 0
+    run = ckptstore.open(url)
+    assert [info.step for info in run.checkpoints()] == [0, 2]
+    assert torch.equal(run.read(2)["w"], state["w"]) and torch.equal(run.read(0)["w"], state["w"] - 2)
+
+
+def _refuse(*_: Any) -> None:
+    raise StoreUnavailableError("the disk is full")
+
+
+def test_a_failure_to_copy_is_raised_by_save_and_gives_the_attempt_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy, broken = sources.Sources.copy, threading.Event()
+
+    def failing(self: Any, *args: Any) -> None:
+        if broken.is_set():
+            raise RuntimeError("the device is gone")
+        copy(self, *args)
+
+    monkeypatch.setattr(sources.Sources, "copy", failing)
+    with ckptstore.begin(new_url(), {"trainer": 1}) as inc, Checkpointer(inc, role="trainer", rank=0) as ckpt:
+        broken.set()
+        with pytest.raises(RuntimeError, match="device is gone"):
+            ckpt.save(0, {"w": torch.ones(3)})
+        broken.clear()
+        assert ckpt.save(0, {"w": torch.ones(3)}).result(WAIT_S).id.number == 1
+        assert ckpt._contributor.memory._counts.nbytes_used == 0
+
+
+# -- processes
+
+
+def test_a_fork_of_the_process_is_told_to_make_its_own(tmp_path: Path) -> None:
+    with ckptstore.begin(tmp_path, {"trainer": 1}) as inc, Checkpointer(inc, role="trainer", rank=0) as ckpt:
+        ckpt.save(0, {"w": torch.ones(3)}).result(WAIT_S)
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                ckpt.save(1, {"w": torch.ones(3)})
+            except InvalidInputError as error:
+                os.write(write, str(error).encode())
+            os._exit(0)
+        os.close(write)
+        told = os.read(read, 10_000).decode()
+        os.waitpid(pid, 0)
+        os.close(read)
+        assert "fork" in told and "make a new one" in told
+        assert ckpt.save(1, {"w": torch.ones(3)}).result(WAIT_S).step == 1
+
+
+def _save_from(token: str, step: int) -> None:
+    with Checkpointer(token, role="trainer", rank=0) as ckpt:
+        ckpt.save(step, {"w": torch.full((3,), float(step))}).result(WAIT_S)
+
+
+def test_a_spawned_process_saves_with_the_token(tmp_path: Path) -> None:
+    with ckptstore.begin(tmp_path, {"trainer": 1}) as inc:
+        child = multiprocessing.get_context("spawn").Process(target=_save_from, args=(inc.token, 4))
+        child.start()
+        child.join(WAIT_S)
+        assert child.exitcode == 0
+    assert ckptstore.open(tmp_path).read(4)["w"].tolist() == [4.0] * 3
+
+
+# -- pieces
+
+
+@given(sizes=st.lists(st.integers(0, 3000), max_size=30), most=st.integers(1, 4000))
+def test_images_hold_every_chunk_once_and_end_to_end(sizes: list[int], most: int) -> None:
+    specs = [TensorSpec(name=f"r/{n}", dtype="uint8", shape=(n,)) for n in sizes]
+    boxes = [Box.whole(spec.shape) for spec in specs]
+    images = make_images(specs, boxes, skip={0}, segment_nbytes=most)
+    chunks = sorted(chunk for image in images for chunk in image.chunks)
+    assert chunks == list(range(1, len(sizes)))
+    for each in images:
+        at = each.header.nbytes
+        for start, size in zip(each.starts, each.sizes, strict=True):
+            assert start == at
+            at += size
+        assert at == each.nbytes
+        assert sum(each.sizes) <= most or len(each.chunks) == 1
