@@ -128,7 +128,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "interop.torch_share",
         *("interop.dcp_writer", "interop.dcp_reader", "interop.dcp"),
     ),
-    ("", "demo.*", "bench.*", "cli.*", "testing.*"),  # "" is ckptstore/__init__.py
+    ("", "__main__", "demo.*", "bench.*", "cli.*", "testing.*"),  # "" is ckptstore/__init__.py
 )
 # A pure module decides from its arguments alone: the same arguments tomorrow give the same answer.
 IMPURE = {"threading", "random", "time", "secrets", "concurrent", "asyncio", "socket", "subprocess", "uuid"}

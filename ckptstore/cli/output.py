@@ -67,7 +67,10 @@ class Column:
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal on stdout; None when it is none: then nothing is cut or wrapped."""
+    """What COLUMNS says, else the columns of the terminal on stdout; None without either: nothing is cut or wrapped."""
+    told = os.environ.get("COLUMNS", "")
+    if told.isdecimal() and int(told) > 0:
+        return int(told)
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

@@ -19,3 +19,9 @@ def run_url(tmp_path_factory: pytest.TempPathFactory) -> str:
 def own_run(run_url: str, tmp_path: Path) -> Path:
     """A copy that may be changed."""
     return Path(shutil.copytree(run_url, tmp_path / "copy"))
+
+
+@pytest.fixture(autouse=True)
+def without_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell's COLUMNS, if it is exported, would wrap what tests read."""
+    monkeypatch.delenv("COLUMNS", raising=False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.cli.output import Column, progress_bar, size_text, table_lines
+from ckptstore.cli.output import Column, progress_bar, size_text, table_lines, terminal_width
 from ckptstore.cli.prefixes import prefix_rows
 from ckptstore.grouping import pattern_of
 from ckptstore.tensor import TensorSpec
@@ -90,3 +91,18 @@ def test_a_bar_is_for_terminals_and_for_what_takes_time(
     shown = work(0)
     assert "reading" in shown and "1.00 KiB of 4.00 KiB" in shown and "half way" in shown
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("told", "width"), [("72", 72), ("", None), ("0", None), ("wide", None)])
+def test_columns_of_the_environment_are_the_width(
+    told: str, width: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", told)
+    assert terminal_width() == width
+
+
+def test_the_package_can_be_run_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptstore", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Usage: ckptstore" in done.stdout
