@@ -20,8 +20,7 @@ from ckptstore.interop.torch_digest import RowDigests
 from ckptstore.manifest import AttemptId, Member, Part
 from ckptstore.replicas import check_replicas
 from ckptstore.replicaset import HeldBox, ReplicaSet, pack_digests, pack_names, ranks_to_runs
-from ckptstore.state import flatten
-from ckptstore.tensor import Shard
+from ckptstore.state import Known, flatten
 from ckptstore.wire import canonical, digest_of
 
 STATES = ((16, 1 << 30), (1_200, 1 << 30), (20_000, 1 << 28))  # tensors, bytes in all
@@ -43,8 +42,9 @@ def _timed(call: Callable[[], object]) -> float:
 
 def _digests(count: int, nbytes: int) -> Iterator[Row]:
     state = {f"layer.{n}.w": torch.randn(nbytes // count // 256, 64) for n in range(count)}
-    leaves = flatten(state, role="trainer", rank=0).leaves
-    shards = tuple(Shard(spec=leaf.spec, box=leaf.box, replicas=(0, 1)) for leaf in leaves)
+    known = Known()
+    flat = flatten(state, role="trainer", rank=0, known=known)
+    leaves = flat.leaves
     sources = [leaf.data.numpy() for leaf in leaves]
     targets = [np.ones_like(source) for source in sources]
 
@@ -55,7 +55,7 @@ def _digests(count: int, nbytes: int) -> Iterator[Row]:
     digester = Digester(0)
     total = sum(leaf.nbytes for leaf in leaves)
     copy_s = _timed(copy)
-    host_s = _timed(lambda: digester.take(leaves, shards))
+    host_s = _timed(lambda: digester.take(flat, 2))
     tensors = [leaf.data for leaf in leaves]
     device_s = _timed(lambda: RowDigests(tensors, block_nbytes=CPU_BLOCK_NBYTES).collect())
     what = f"{count:,} tensors, {total / 2**20:.0f} MiB"

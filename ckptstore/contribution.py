@@ -39,7 +39,7 @@ from ckptstore.snapshot import CopyPlan, Snapshot, SnapshotChunks, whole_leaves
 from ckptstore.staging import LIMIT_NBYTES_MIN, SPARE_BLOCKS, StagingMemory
 from ckptstore.state import Known, Structure, flatten
 from ckptstore.store.base import BLOCK_NBYTES, Store
-from ckptstore.tensor import Shard, itemsize
+from ckptstore.tensor import itemsize
 from ckptstore.writer import PartWriter
 
 OUTCOME_GRACE_S = 30.0
@@ -107,7 +107,6 @@ class Contributor:
         self._digester = Digester(member.rank) if check_replicas else None
         self._known = Known()
         self._prepared: list[Prepared] = []
-        self._sharded: tuple[Structure, tuple[Shard, ...]] = (Structure((), (), (), ()), ())
 
     # -- on the caller's thread
 
@@ -131,7 +130,7 @@ class Contributor:
             prepared = self._prepare(structure, agreed.chunks, baseline)
         replicas: tuple[ReplicaSet, ...] | None = None
         if self._digester is not None:
-            replicas = self._digester.take(flat.leaves, self._shards(structure)) if self.size > 1 else ()
+            replicas = self._digester.take(flat, self.size) if self.size > 1 else ()
         return Staged(
             attempt=attempt,
             skeleton=flat.skeleton,
@@ -187,12 +186,6 @@ class Contributor:
                 needed_nbytes=nbytes,
                 budget_nbytes=self.memory.limit_nbytes,
             )
-
-    def _shards(self, structure: Structure) -> tuple[Shard, ...]:
-        """The shards of the structure; those of the last one are kept, since making them costs more than a look."""
-        if self._sharded[0] != structure:
-            self._sharded = (structure, structure.shards(self.size))
-        return self._sharded[1]
 
     # -- in the background
 

@@ -82,6 +82,9 @@ _Planned = list[tuple[Structure, Agreed]]
 
 
 def _find(plans: _Planned, structure: Structure) -> Agreed | None:
+    for known, agreed in plans:  # by identity first: to find two unequal may take a look at all that is equal
+        if known is structure:
+            return agreed
     return next((agreed for known, agreed in plans if known == structure), None)
 
 

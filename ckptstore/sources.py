@@ -59,14 +59,29 @@ class Sources:
         self._runs: list[list[_Run]] = []
 
     def look(self, places: tuple[int, ...]) -> None:
-        """The leaves lie at these addresses, -1 where they are no single run of host memory."""
-        if places is self._places:
+        """The leaves lie at these addresses, -1 where they are no single run of host memory.
+
+        Only views of blocks in which a leaf lies elsewhere than before are made anew: a random state is another tensor
+        at every save.
+        """
+        before = self._places
+        if places is before:
             return
-        sizes = [itemsize(spec.dtype) for spec in self.specs]
-        window = _Window.over(places, [_numel(s) * n for s, n in zip(self._shapes, sizes, strict=True)])
-        self._runs = [[self._run(copies, low, high, places, window) for low, high in _neighbours(copies, places)]
-                      for copies in self._blocks]  # fmt: skip
-        self._places = places
+        runs, changed = list(self._runs), range(len(self._blocks))
+        if before is not None and len(before) == len(places):
+            moved = {n for n, (old, new) in enumerate(zip(before, places, strict=True)) if old != new}
+            anew = [n for n in changed if not moved.isdisjoint(self._blocks[n].leaf)]
+        else:
+            runs, anew = [[] for _ in changed], list(changed)
+        leaves = sorted({leaf for n in anew for leaf in self._blocks[n].leaf})
+        sizes = [_numel(self._shapes[leaf]) * itemsize(self.specs[leaf].dtype) for leaf in leaves]
+        window = _Window.over([places[leaf] for leaf in leaves], sizes)
+        for n in anew:
+            copies = self._blocks[n]
+            runs[n] = [
+                self._run(copies, low, high, places, window) for low, high in _neighbours(copies, places)
+            ]
+        self._runs, self._places = runs, places
 
     def _run(
         self, copies: BlockCopies, low: int, high: int, places: tuple[int, ...], window: _Window

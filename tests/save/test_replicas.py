@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +24,7 @@ from ckptstore import (
     digester,
 )
 from ckptstore.replicaset import ROWS
-from ckptstore.state import TensorLeaf
+from ckptstore.structure import FlatState
 from ckptstore.tensor import Box
 from ckptstore.testing import strategies
 from tests.save.runs import WAIT_S, bits, new_url, restore, save_all
@@ -140,7 +140,7 @@ def test_one_flipped_bit_is_named_by_tensor_box_and_rank_and_the_save_refused(
     states, boxes = made
     with pytest.MonkeyPatch.context() as patch:
         if on_device:
-            patch.setattr(digester, "kind_of", lambda leaf: ROWS)
+            patch.setattr(digester, "kind_of", lambda data: ROWS)
         job = Job(len(states))
         job.save(1, states)
         assert job.latest() == 1
@@ -176,7 +176,7 @@ def test_what_counts_is_what_the_tensors_held_when_save_returned(
 ) -> None:
     """Rank 0 trains on before rank 1 saves: its part cannot be written earlier, since it needs rank 1's layout."""
     if on_device:
-        monkeypatch.setattr(digester, "kind_of", lambda leaf: ROWS)
+        monkeypatch.setattr(digester, "kind_of", lambda data: ROWS)
     states = two_ranks(w=torch.arange(600.0), v=torch.ones(3))
     before = bits(states[1])
     job = Job(2)
@@ -235,7 +235,7 @@ def test_ranks_of_different_kinds_of_device_are_told_the_way_out(monkeypatch: py
     states = two_ranks(a=torch.zeros(8), b=torch.zeros(9))
     elsewhere = states[1]["b"]
     kind_of = digester.kind_of
-    monkeypatch.setattr(digester, "kind_of", lambda leaf: ROWS if leaf.data is elsewhere else kind_of(leaf))
+    monkeypatch.setattr(digester, "kind_of", lambda data: ROWS if data is elsewhere else kind_of(data))
     job = Job(2)
     for error in job.refused(1, states):
         assert "trainer/b" in str(error) and "trainer/a" not in str(error)
@@ -268,13 +268,13 @@ def test_large_states_are_shared_by_two_threads_with_the_same_digests() -> None:
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tensors whose digests are taken."""
     taken: list[str] = []
-    host: Callable[[TensorLeaf], bytes] = digester.host_digest
+    host = digester.host_digests
 
-    def count(leaf: TensorLeaf) -> bytes:
-        taken.append(leaf.spec.name)
-        return host(leaf)
+    def count(sources: Sequence[digester.Source], flat: FlatState) -> list[bytes]:
+        taken.extend(source.spec.name for source in sources)
+        return host(sources, flat)
 
-    monkeypatch.setattr(digester, "host_digest", count)
+    monkeypatch.setattr(digester, "host_digests", count)
     return taken
 
 
