@@ -162,6 +162,9 @@ class SeenItems(Seen):
             keys = tuple(value)
             if keys != self.keys or tuple(map(type, keys)) != self.key_types:
                 return look.anew(self, value)
+            if not self.inner and self.count:  # a dict of plain tensors: most are
+                look.held += value.values()
+                return self
             values = tuple(value.values())
         if len(values) != self.count:
             return look.anew(self, value)

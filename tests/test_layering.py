@@ -58,6 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "interop.torch_signature",
         "interop.torch_tensor",
         "interop.torch_lazy",
+        "interop.torch_model",
         "interop.torch_state",
     ),
     (

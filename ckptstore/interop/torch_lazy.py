@@ -28,8 +28,18 @@ def fill_lazy_states(optimizer: Optimizer) -> None:
     No parameter, gradient, hook, hyper-parameter or existing state changes. Raises InvalidInputError for
     an optimizer whose states come only from real gradients.
     """
+    # By id, since torch hashes tensors in Python, and this is asked at every save.
+    states = {id(parameter): state for parameter, state in optimizer.state.items()}
+    momentum = isinstance(optimizer, SGD)
     for group in optimizer.param_groups:
-        wanting = [p for p in group["params"] if p.requires_grad and _is_lazy(optimizer, group, p)]
+        if momentum and group["momentum"] == 0:
+            continue
+        wanting = [
+            p
+            for p in group["params"]
+            if (not (state := states.get(id(p))) or (momentum and state.get("momentum_buffer") is None))
+            and p.requires_grad
+        ]
         for chunk in _chunks(wanting):
             try:
                 _fill(optimizer, group, chunk)
@@ -41,13 +51,6 @@ def fill_lazy_states(optimizer: Optimizer) -> None:
                     f"make it from zero gradients ({error}): save and restore after a first step",
                     optimizer=type(optimizer).__name__,
                 ) from error
-
-
-def _is_lazy(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
-    state = optimizer.state.get(parameter)
-    if isinstance(optimizer, SGD):
-        return group["momentum"] != 0 and (not state or state.get("momentum_buffer") is None)
-    return not state
 
 
 def _chunks(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

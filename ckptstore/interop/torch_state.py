@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckptstore.errors import InvalidInputError, LayoutMismatchError, MissingTensorError
 
 from .torch_lazy import fill_lazy_states
+from .torch_model import bare, model_state, parameter_names
 
 # How a step is computed, not what: a restart on other hardware keeps its own choice.
 _IMPLEMENTATION = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
@@ -56,11 +56,12 @@ class TorchState:
     def state_dict(self) -> dict[str, Any]:
         """The live state. Lazy optimizer states are created first; no parameter, gradient or existing state
         changes by a bit. InvalidInputError if an optimizer's states cannot be made or named."""
-        state: dict[str, Any] = {"model": dict(_bare(self.model).state_dict())}
+        model, names = model_state(bare(self.model))
+        state: dict[str, Any] = {"model": model}
         if isinstance(self.optimizer, Mapping):
-            state["optimizer"] = {key: self._told(optimizer) for key, optimizer in self.optimizer.items()}
+            state["optimizer"] = {key: _told(each, names) for key, each in self.optimizer.items()}
         elif self.optimizer is not None:
-            state["optimizer"] = self._told(self.optimizer)
+            state["optimizer"] = _told(self.optimizer, names)
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
         return state
@@ -98,22 +99,6 @@ class TorchState:
         elif self.optimizer is not None:
             yield "optimizer", self.optimizer, current["optimizer"], state["optimizer"]
 
-    def _told(self, optimizer: Optimizer) -> dict[str, Any]:
-        names = name_parameters(self.model, optimizer)
-        fill_lazy_states(optimizer)
-        state = {
-            names[parameter]: dict(optimizer.state[parameter])
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if optimizer.state.get(parameter)
-        }
-        groups = {
-            at: {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
-            | {"params": {names[parameter]: True for parameter in group["params"]}}
-            for at, group in enumerate(optimizer.param_groups)
-        }
-        return {"state": state, "groups": groups}
-
     def _compare_model(self, own: Mapping[str, Any], given: Mapping[str, Any], differs: _Differences) -> None:
         differs.keys("model", own, given)
         for name in own.keys() & given.keys():
@@ -123,7 +108,7 @@ class TorchState:
     def _load_model(self, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Extra states, and tensors that hooks of the model made anew, only the model can take back."""
         if not all(_same_memory(value, given[name]) for name, value in own.items()):
-            _bare(self.model).load_state_dict(given, strict=True)
+            bare(self.model).load_state_dict(given, strict=True)
 
     def _plan(
         self, name: str, optimizer: Optimizer, own: Any, given: Any, differs: _Differences
@@ -159,6 +144,25 @@ class TorchState:
         return writes
 
 
+def _told(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    _check_known(optimizer, names)
+    fill_lazy_states(optimizer)
+    # A tensor is hashed by Python code, five times as slowly as its id.
+    states = {id(parameter): state for parameter, state in optimizer.state.items()}
+    state = {
+        names[at]: dict(states[at])
+        for group in optimizer.param_groups
+        for at in map(id, group["params"])
+        if states.get(at)
+    }
+    groups = {
+        at: {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+        | {"params": {names[key]: True for key in map(id, group["params"])}}
+        for at, group in enumerate(optimizer.param_groups)
+    }
+    return {"state": state, "groups": groups}
+
+
 def torch_state(
     model: nn.Module,
     optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
@@ -170,9 +174,10 @@ def torch_state(
     Raises InvalidInputError if an optimizer holds parameters that are not the model's.
     """
     optimizers = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
+    names = parameter_names(bare(model))
     for each in optimizers:
         if each is not None:
-            name_parameters(model, each)
+            _check_known(each, names)
     return TorchState(model=model, optimizer=optimizer, scheduler=scheduler)
 
 
@@ -181,15 +186,18 @@ def name_parameters(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]
 
     Raises InvalidInputError naming, by group and index, all that the model does not have.
     """
-    known = {id(parameter): name for name, parameter in _bare(model).named_parameters()}
-    names: dict[Tensor, str] = {}
-    unknown: list[str] = []
-    for at, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if id(parameter) in known:
-                names[parameter] = known[id(parameter)]
-            else:
-                unknown.append(f"parameter {index} of group {at} {tuple(parameter.shape)}")
+    names = parameter_names(bare(model))
+    _check_known(optimizer, names)
+    return {p: names[id(p)] for group in optimizer.param_groups for p in group["params"]}
+
+
+def _check_known(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    unknown = [
+        f"parameter {index} of group {at} {tuple(parameter.shape)}"
+        for at, group in enumerate(optimizer.param_groups)
+        for index, parameter in enumerate(group["params"])
+        if id(parameter) not in names
+    ]
     if unknown:
         told = ", ".join(unknown[:_NAMED_AT_MOST])
         raise InvalidInputError(
@@ -197,7 +205,6 @@ def name_parameters(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]
             "pass the module that has them all, and make the optimizer after it was wrapped, sharded or moved",
             unknown=tuple(unknown),
         )
-    return names
 
 
 class _Differences:
@@ -258,14 +265,3 @@ def _same_memory(own: Any, given: Any) -> bool:
         two.dtype,
         two.device,
     ) and one.device.type != "meta"
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    """The model without wrappers that only prefix its names, so that a run can go on with or without them."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
-            model = inner
-        else:
-            return model
