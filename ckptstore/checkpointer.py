@@ -31,6 +31,7 @@ from ckptstore.incarnation import Incarnation, Token, begin
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, Member, whole_number
 from ckptstore.mapping import TensorMap
+from ckptstore.plan.encode import REBASE_EVERY, CodecRules
 from ckptstore.restore import RestoreReport, Sharing, agreed, mark_bad, restore_member
 from ckptstore.savehandle import SaveHandle
 from ckptstore.store.base import Store, open_store
@@ -46,8 +47,10 @@ class Checkpointer:
     committer waits for other members' parts. `check_replicas=False`, on all ranks of a role, takes no digests
     of replicas: a save does not notice that they differ. `memory_budget`: bytes that snapshots of this member may take
     (default: half of what the machine or the control group allows, and never so much that less than a sixteenth of it
-    is left); a save waits for memory while earlier ones are written. `on_phase(phase, step)` is told, from the
-    background thread, of "segments_written", "part_written" and "committed".
+    is left); a save waits for memory while earlier ones are written. `codec`: "raw", "auto" (encode where that makes
+    saves faster), "zstd", "byteplane+zstd", "delta" (what changed since a checkpoint at most `rebase_every` before), or
+    a mapping of dtypes and patterns of names to these (docs/explanation/codecs.md). `on_phase(phase, step)` is told,
+    from the background thread, of "segments_written", "part_written" and "committed".
     """
 
     def __init__(
@@ -59,10 +62,13 @@ class Checkpointer:
         commit_timeout_s: float = COMMIT_TIMEOUT_S,
         check_replicas: bool = True,
         memory_budget: int | None = None,
+        codec: str | Mapping[str, str] = "raw",
+        rebase_every: int = REBASE_EVERY,
         storage_options: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
         on_phase: Phase | None = None,
     ) -> None:
+        rules = CodecRules.of(codec, rebase_every)
         self._token = Token.parse(inc) if isinstance(inc, str) else inc._token
         self._member = Member(role=role, rank=whole_number(rank, "rank"))
         size = self._token.roster.size(role)
@@ -95,6 +101,7 @@ class Checkpointer:
             committer=self._committer(),
             check_replicas=check_replicas,
             memory_budget=memory_budget,
+            codec=rules,
         )
         self._stopping = threading.Event()
         self._handles: list[SaveHandle] = []  # in flight, or failed and not yet told

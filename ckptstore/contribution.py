@@ -17,6 +17,7 @@ from ckptstore.chunktable import TableFrame
 from ckptstore.clock import tries
 from ckptstore.commit import Committer
 from ckptstore.digester import Digester
+from ckptstore.encoder import Encoder
 from ckptstore.errors import (
     AlreadyExistsError,
     BudgetExceededError,
@@ -33,6 +34,7 @@ from ckptstore.journal import Journal
 from ckptstore.lazy import LazyStaging
 from ckptstore.manifest import AttemptId, Member
 from ckptstore.outcome import abandon_reason, abandoned, fenced
+from ckptstore.plan.encode import NOTHING_ENCODED, CodecRules
 from ckptstore.plan.save import PlannedChunk
 from ckptstore.replicaset import ReplicaSet
 from ckptstore.snapshot import CopyPlan, Snapshot, SnapshotChunks, whole_leaves
@@ -92,6 +94,7 @@ class Contributor:
         committer: Committer | None,
         check_replicas: bool,
         memory_budget: int | None = None,
+        codec: CodecRules = NOTHING_ENCODED,
     ) -> None:
         self.token = token
         self.member = member
@@ -101,8 +104,17 @@ class Contributor:
         self.exchange = Exchange(run=token.run, member=member, size=size, store=store, journal=journal)
         self.committer = committer
         budget = default_budget_nbytes() if memory_budget is None else memory_budget
+        bases = budget // 4 if codec.may_need_bases and budget >= 2 * LIMIT_NBYTES_MIN else 0
+        budget -= bases
         self.memory = StagingMemory(max(budget, LIMIT_NBYTES_MIN) if memory_budget is None else budget)
-        self.writer = PartWriter(store=store, run=token.run, member=member, memory=self.memory)
+        self.writer = PartWriter(
+            store=store,
+            run=token.run,
+            member=member,
+            memory=self.memory,
+            rebase_every=codec.rebase_every,
+            encoder=None if codec.is_raw else Encoder(rules=codec, store=store, bases_nbytes=bases),
+        )
         self._helpers = ThreadPoolExecutor(1, thread_name_prefix=f"ckptstore-stage-{member.file}")
         self._digester = Digester(member.rank) if check_replicas else None
         self._known = Known()

@@ -78,7 +78,7 @@ class Decoder:
         text = table.base[row] if table.base else ""
         try:
             if text:
-                self._read_base(ChunkBase.parse(text), out, word)
+                self.read_base(ChunkBase.parse(text), out, word)
             codec = find_codec(name)
             codec.decode(
                 np.frombuffer(stored, np.uint8), out, word_nbytes=word, base=out if codec.needs_base else None
@@ -92,7 +92,8 @@ class Decoder:
                 tensor=spec.name,
             ) from error
 
-    def _read_base(self, base: ChunkBase, out: Bytes, word: int) -> None:
+    def read_base(self, base: ChunkBase, out: Bytes, word: int) -> None:
+        """Fill `out` with the decoded base, verified; CorruptError after a second try."""
         found = ""
         for _ in range(BASE_TRIES):
             try:

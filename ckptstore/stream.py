@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from ckptstore.encoder import DeviceMeter
 from ckptstore.errors import AlreadyExistsError, InternalError, OutcomeUnknownError
 from ckptstore.snapshot import Piece
 from ckptstore.staging import Block, StagingMemory
@@ -41,6 +42,7 @@ class SegmentStream:
         memory: StagingMemory,
         writers: Executor,
         under_way: BoundedSemaphore,
+        meter: DeviceMeter | None = None,
     ) -> None:
         self.key = key
         self.nbytes = header_nbytes  # so far
@@ -48,6 +50,7 @@ class SegmentStream:
         self._memory = memory
         self._writers = writers
         self._under_way = under_way
+        self._meter = meter or DeviceMeter()
         self._upload: Upload = store.upload(key, nbytes_max)
         self._block: Block | None = None
         self._number, self._fill = 0, header_nbytes
@@ -114,7 +117,8 @@ class SegmentStream:
 
     def _write(self, number: int, block: Block, nbytes: int) -> None:
         try:
-            self._upload.write(number, block.memory[:nbytes])
+            with self._meter.busy(nbytes):
+                self._upload.write(number, block.memory[:nbytes])
         finally:
             self._memory.drop(block)
             self._under_way.release()
@@ -131,8 +135,9 @@ class SegmentStream:
             raise InternalError(f"{self.key} ends without its first block: report this")
         block, nbytes = self._first
         np.copyto(block.memory[: len(header)], np.frombuffer(header, np.uint8))
-        self._upload.write(0, block.memory[:nbytes])
-        finish_own(self._store, self.key, lambda: self._upload.finish(self.nbytes))
+        with self._meter.busy(nbytes):
+            self._upload.write(0, block.memory[:nbytes])
+            finish_own(self._store, self.key, lambda: self._upload.finish(self.nbytes))
 
     def close(self) -> None:
         """Release what is held; what was not finished leaves nothing behind."""

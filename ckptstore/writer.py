@@ -6,61 +6,34 @@ order of writes). Chunks are taken as they are staged, and a block is on its way
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from threading import BoundedSemaphore
-from typing import Any, Final, Protocol
-
-import xxhash
+from typing import Any, Final
 
 from ckptstore.baseline import Baseline
+from ckptstore.chunkbase import ChunkBase
 from ckptstore.chunktable import ChunkTable, TableFrame
+from ckptstore.chunkwriter import ChunkSource, ChunkWriting
+from ckptstore.encoder import Encoder
 from ckptstore.errors import (
     AlreadyExistsError,
-    IncompleteSaveError,
     NotFoundError,
     OutcomeUnknownError,
     StoreUnavailableError,
 )
-from ckptstore.image import Image
 from ckptstore.journal import new_id
-from ckptstore.manifest import AttemptId, Member, Part, SegmentRef, part_key, segment_key
+from ckptstore.manifest import AttemptId, Member, Part, SegmentRef, part_key
+from ckptstore.plan.encode import REBASE_EVERY
 from ckptstore.replicaset import ReplicaSet
-from ckptstore.snapshot import Piece
 from ckptstore.staging import LIMIT_NBYTES_MIN, StagingMemory
 from ckptstore.store.base import Buffer, Store
-from ckptstore.stream import SegmentStream, finish_own
+from ckptstore.stream import finish_own
 from ckptstore.tablefile import decode_part, encode_part
-from ckptstore.wire import digest_of
 
 REWRITE_EVERY: Final = 100
 CREATE_TRIES: Final = 8
-WRITERS: Final = 4  # threads; one alone leaves the device idle between its calls
-UNDER_WAY: Final = 6  # blocks
 
 Phase = Callable[[str], None]
-
-
-class ChunkSource(Protocol):
-    """The chunks of one part, in the order of `frame`, and the images of the segments that they may make.
-
-    Chunks in `skipped` were not staged: the caller has promised that they are stored already.
-    """
-
-    @property
-    def frame(self) -> TableFrame: ...
-    @property
-    def images(self) -> tuple[Image, ...]: ...
-    @property
-    def skipped(self) -> Collection[int]: ...
-
-    def pieces(self, chunk: int) -> Sequence[Piece]:
-        """The chunk's bytes, once they are staged; raises what staging failed of."""
-
-    def passed(self, chunk: int) -> None:
-        """The writer has done with the chunk, or holds the blocks that it still needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,26 +48,6 @@ class StoredChunks:
     nbytes_reused: int
 
 
-class _Columns:
-    """The rows of a part as they come to be known, one a chunk."""
-
-    def __init__(self, count: int) -> None:
-        self.segments = [""] * count
-        self.starts = [0] * count
-        self.nbytes = [0] * count
-        self.digests = [b""] * count
-        self.reuses = [0] * count
-
-    def reuse(self, chunk: int, stored: ChunkTable, row: int) -> int:
-        """The chunk lies where `row` of an earlier table says; its bytes there."""
-        self.segments[chunk] = stored.segments[int(stored.segment[row])]
-        self.starts[chunk] = int(stored.start[row])
-        self.nbytes[chunk] = int(stored.nbytes[row])
-        self.digests[chunk] = stored.digest[row].tobytes()
-        self.reuses[chunk] = int(stored.reuses[row]) + 1
-        return self.nbytes[chunk]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartWriter:
     """Writes the parts of one member. Stateless but for `memory`, whose spare blocks it packs segments in."""
@@ -104,6 +57,8 @@ class PartWriter:
     member: Member
     memory: StagingMemory = field(default_factory=lambda: StagingMemory(LIMIT_NBYTES_MIN))
     rewrite_every: int = REWRITE_EVERY
+    rebase_every: int = REBASE_EVERY
+    encoder: Encoder | None = None  # None: all chunks are raw
 
     def write(
         self,
@@ -139,7 +94,23 @@ class PartWriter:
         self, attempt: AttemptId, source: ChunkSource, baseline: Baseline | None
     ) -> StoredChunks:
         """Everything of the part but the part itself: its segments, durable on return."""
-        writing = _Writing(self, attempt, source, baseline)
+        writing = ChunkWriting(
+            store=self.store,
+            member=self.member,
+            memory=self.memory,
+            rewrite_every=self.rewrite_every,
+            rebase_every=self.rebase_every,
+            encoder=self.encoder,
+            metadata={
+                "format": "ckptstore/1",
+                "run": self.run,
+                "attempt": str(attempt),
+                "member": str(self.member),
+            },
+            attempt=attempt,
+            source=source,
+            baseline=baseline,
+        )
         segments = writing.run()
         columns, frame = writing.columns, source.frame
         table = frame.table(
@@ -148,6 +119,9 @@ class PartWriter:
             nbytes=columns.nbytes,
             digests=columns.digests,
             reuses=columns.reuses,
+            codecs=columns.codecs,
+            stored_digests=columns.stored_digests,
+            bases=columns.bases,
         )
         return StoredChunks(
             planned=len(frame.specs),
@@ -171,7 +145,8 @@ class PartWriter:
     ) -> Part:
         """The part over what `write_chunks` stored by the same baseline; durable on return. Raises as `write`."""
         mine = {ref.key for ref in stored.segments}
-        reused = sorted(set(stored.table.segments) - mine)
+        needed = {ChunkBase.parse(text).segment for text in stored.table.base if text}
+        reused = sorted(needed.union(stored.table.segments) - mine)
         known = baseline.segments if baseline is not None else {}
         part = Part(
             run=self.run,
@@ -228,123 +203,6 @@ class PartWriter:
 
 
 _NO_FRAME = TableFrame.of((), ())
-
-
-class _Writing:
-    """One call of `write_chunks`: each chunk in the order of its image, checksummed, then reused or appended."""
-
-    def __init__(
-        self, writer: PartWriter, attempt: AttemptId, source: ChunkSource, baseline: Baseline | None
-    ) -> None:
-        self.writer = writer
-        self.attempt = attempt
-        self.source = source
-        self.stored = baseline.table if baseline is not None else None
-        self.known = baseline.rows(source.frame) if baseline is not None else [-1] * len(source.frame.specs)
-        self.columns = _Columns(len(source.frame.specs))
-        self.nbytes_written = self.nbytes_reused = 0
-        self.under_way = BoundedSemaphore(UNDER_WAY)
-
-    def run(self) -> list[SegmentRef]:
-        for chunk in self.source.skipped:
-            self._reuse_skipped(chunk)
-        name, finishing = new_id(), list[Future[SegmentRef]]()
-        # The threads end before the streams close: nobody writes from memory that was given back.
-        with (
-            ExitStack() as streams,
-            ThreadPoolExecutor(WRITERS, thread_name_prefix="ckptstore-write") as writers,
-        ):
-            for image in self.source.images:
-                key = segment_key(self.attempt, self.writer.member, name, len(finishing))
-                found = self._segment(key, image, writers, streams)
-                if found is not None:
-                    finishing.append(found)
-            return [each.result() for each in finishing]
-
-    def _reuse_skipped(self, chunk: int) -> None:
-        row = self.known[chunk]
-        if row < 0 or self.stored is None:
-            spec, box = self.source.frame.specs[chunk], self.source.frame.boxes[chunk]
-            raise IncompleteSaveError(
-                f"save of step {self.attempt.step}: {spec.name} {box} is frozen and was not staged, since the "
-                f"checkpoint before had it, and that failed: save again",
-                step=self.attempt.step,
-                missing=(),
-                reason="frozen, and not stored after all",
-            )
-        self.nbytes_reused += self.columns.reuse(chunk, self.stored, row)
-
-    def _segment(
-        self, key: str, image: Image, writers: ThreadPoolExecutor, streams: ExitStack
-    ) -> Future[SegmentRef] | None:
-        """Write one image's chunks under `key`; None if all of them are stored already."""
-        stream: SegmentStream | None = None
-        fresh, columns = list[int](), self.columns
-        for place, chunk in enumerate(image.chunks):
-            pieces = self.source.pieces(chunk)
-            digest, size = digest_of_pieces(pieces), image.sizes[place]
-            if self._is_stored(chunk, digest, size):
-                self.nbytes_reused += size
-                self.source.passed(chunk)
-                continue
-            if stream is None:
-                stream = streams.enter_context(self._stream(key, image, writers))
-            columns.segments[chunk], columns.starts[chunk] = key, stream.nbytes
-            columns.nbytes[chunk], columns.digests[chunk] = size, digest
-            self.nbytes_written += size
-            fresh.append(place)
-            for piece in pieces:
-                stream.append(piece)
-            self.source.passed(chunk)
-        if stream is None:
-            return None
-        header = image.header.fill(fresh, [image.sizes[place] for place in fresh], self._metadata())
-        return writers.submit(_finish, stream, header)
-
-    def _is_stored(self, chunk: int, digest: bytes, size: int) -> bool:
-        """Refer to the baseline's chunk if it has the same bytes and was not referred to for too long."""
-        row, stored = self.known[chunk], self.stored
-        if row < 0 or stored is None or not size:
-            return False
-        same = stored.digest[row].tobytes() == digest and int(stored.nbytes[row]) == size
-        if not same or int(stored.reuses[row]) >= self.writer.rewrite_every:
-            return False
-        self.columns.reuse(chunk, stored, row)
-        return True
-
-    def _stream(self, key: str, image: Image, writers: ThreadPoolExecutor) -> SegmentStream:
-        return SegmentStream(
-            self.writer.store,
-            key,
-            header_nbytes=image.header.nbytes,
-            nbytes_max=image.nbytes,
-            memory=self.writer.memory,
-            writers=writers,
-            under_way=self.under_way,
-        )
-
-    def _metadata(self) -> dict[str, str]:
-        return {
-            "format": "ckptstore/1",
-            "run": self.writer.run,
-            "attempt": str(self.attempt),
-            "member": str(self.writer.member),
-        }
-
-
-def _finish(stream: SegmentStream, header: bytes) -> SegmentRef:
-    stream.finish(header)
-    return SegmentRef(key=stream.key, nbytes=stream.nbytes, header=digest_of(header))
-
-
-def digest_of_pieces(pieces: Sequence[Piece]) -> bytes:
-    """XXH3-128 of the bytes end to end."""
-    if len(pieces) == 1:
-        return xxhash.xxh3_128_digest(pieces[0].data.data)
-    hasher = xxhash.xxh3_128()
-    for piece in pieces:
-        hasher.update(piece.data.data)
-    return hasher.digest()
 
 
 def create_contended(store: Store, key: str, data: bytes) -> bytes:

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "plan.share",
             "plan.grid",
             "plan.diff",
+            "plan.encode",
             "grouping",
             "elements",
             "cut",
@@ -99,8 +100,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "outcome",
         "baseline",
-        "stream",
-        "writer",
+        *("encoder", "stream", "chunkwriter", "writer"),
         *("decode", "fill", "fetch", "reader", "damage"),
         "interop.tensorstore",
         "tied",

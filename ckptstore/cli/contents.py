@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckptstore.catalog import checkpoint_info, read_part
+from ckptstore.chunkbase import nbytes_of_bases
 from ckptstore.cli.ls import checkpoint_json
 from ckptstore.cli.prefixes import prefix_rows
 from ckptstore.errors import MissingTensorError, NotFoundError
@@ -111,6 +112,9 @@ def _role(name: str, index: Index, parts: Sequence[Part]) -> dict[str, Any]:
         "tensors": int(chosen.sum()),
         "chunks": int(rows.sum()),
         "nbytes": int(index.table.nbytes[rows].sum()),
+        "nbytes_decoded": int(index.table.sizes[rows].sum()),
+        "nbytes_restore": int(index.table.nbytes[rows].sum())
+        + nbytes_of_bases(index.table, np.flatnonzero(rows).tolist()),
         "policy_version": next((p.policy_version for p in parts if p.policy_version is not None), None),
     }
 

@@ -90,6 +90,7 @@ def _head(told: Mapping[str, Any]) -> list[str]:
                     "written",
                     f"{size_text(each['nbytes_written'])}, reused {size_text(each['nbytes_reused'])}",
                 ),
+                *_restore_cost(told["roles"]),
                 ("roles", roles_text(each["roles"])),
                 ("publication", published),
                 ("run", f"{told['run']} at {told['url']}"),
@@ -161,6 +162,20 @@ def _roles(roles: Rows) -> list[str]:
         for each in roles
     ]
     return table_lines(columns, rows, width=_width())
+
+
+def _restore_cost(roles: Rows) -> list[tuple[str, str]]:
+    """What a restore of all reads, where chunks are encoded: their stored bytes, and the bases of deltas."""
+    wanted = sum(each["nbytes_decoded"] for each in roles)
+    read = sum(each["nbytes_restore"] for each in roles)
+    if read == wanted:
+        return []
+    return [
+        (
+            "restore",
+            f"reads {size_text(read)} for {size_text(wanted)} ({read / max(wanted, 1):.2f} x), encoded",
+        )
+    ]
 
 
 def _parts(parts: Rows) -> list[str]:
