@@ -21,6 +21,8 @@ import pytest
 
 from ckptstore.errors import AlreadyExistsError, CorruptError, InternalError, InvalidInputError, NotFoundError
 from ckptstore.store.base import BLOCK_NBYTES, Buffer, ObjectInfo, Store, open_store
+from ckptstore.store.direct import aligned
+from ckptstore.store.download import DOWNLOAD_ALIGN, block_room, open_download
 from ckptstore.store.probe import probe
 
 BAD_KEYS = (
@@ -185,6 +187,37 @@ class StoreConformance:
         for attempt in attempts:
             with pytest.raises(CorruptError, match="ends at byte 10"):
                 attempt()
+
+    def test_downloads_give_what_ranges_give(self, store: Store) -> None:
+        value = secrets.token_bytes(1_000_003)
+        store.create("data/f0001/a", value)
+        with open_download(store, "data/f0001/a") as download:
+            for start, nbytes in ((0, 1), (1, 4_096), (4_095, 600_000), (4_096, 300_000), (0, 1_000_003)):
+                window = download.window(start, nbytes)
+                assert window is None or window > 0
+                block = aligned(block_room(start, nbytes) + DOWNLOAD_ALIGN)
+                found = download.read_block(start, nbytes, block.data)
+                assert bytes(found) == value[start : start + nbytes]
+                # Elements lie in the block as in the object.
+                assert (np.frombuffer(found, np.uint8).ctypes.data - start) % DOWNLOAD_ALIGN == 0
+                first, second = (
+                    np.empty(nbytes // 2 + 1, np.uint8),
+                    np.empty(nbytes - nbytes // 2 - 1, np.uint8),
+                )
+                download.read_into(start, [each.data for each in (first, second) if each.nbytes])
+                assert first.tobytes() + second.tobytes() == value[start : start + nbytes]
+
+    def test_downloads_beyond_the_end_or_of_nothing_are_refused(self, store: Store) -> None:
+        store.create("a", secrets.token_bytes(300_000))
+        block = aligned(1 << 20)
+        with open_download(store, "a") as download:
+            for start, nbytes in ((0, 300_001), (299_999, 2), (300_000, 262_144), (400_000, 1)):
+                with pytest.raises(CorruptError, match="ends at byte 300000"):
+                    download.read_block(start, nbytes, block.data)
+                with pytest.raises(CorruptError, match="ends at byte 300000"):
+                    download.read_into(start, [block[:nbytes].data])
+        with pytest.raises(NotFoundError), open_download(store, "b") as download:
+            download.read_block(0, 1, block.data)
 
     def test_impossible_ranges_and_targets_are_refused(self, store: Store) -> None:
         store.create("a", b"0123456789")

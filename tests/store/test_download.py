@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.errors import CorruptError, NotFoundError, StoreUnavailableError
+from ckptstore.errors import CorruptError, StoreUnavailableError
 from ckptstore.store import file, filedownload
 from ckptstore.store.base import Store
 from ckptstore.store.direct import aligned
-from ckptstore.store.download import DOWNLOAD_ALIGN, Downloads, block_room, open_download
+from ckptstore.store.download import Downloads, block_room, open_download
 from ckptstore.store.local import LocalStore
 from ckptstore.store.memory import MemoryStore
 from ckptstore.testing import FaultStore
@@ -84,26 +84,6 @@ def test_a_range_read_into_targets_is_what_read_gives(store: Store) -> None:
     assert bytes(first) + second.tobytes() == VALUE[17 : 17 + 82_346]
 
 
-def test_elements_lie_in_a_block_as_in_the_object(store: Store) -> None:
-    with open_download(store, KEY) as download:
-        block = aligned(1 << 20)
-        for start in (0, 1, 4095, 4096, 12_345):
-            found = np.frombuffer(download.read_block(start, 300_000, block.data), np.uint8)
-            assert (found.ctypes.data - start) % DOWNLOAD_ALIGN == 0
-
-
-def test_ranges_beyond_the_end_and_absent_objects_are_told_apart(store: Store) -> None:
-    block = aligned(2 << 20).data
-    with open_download(store, KEY) as download:
-        for start, nbytes in ((len(VALUE) - 10, 11), (0, len(VALUE) + 1), (len(VALUE) + 4096, 300_000)):
-            with pytest.raises(CorruptError, match="ends at byte"):
-                download.read_block(start, nbytes, block)
-            with pytest.raises(CorruptError, match="ends at byte"):
-                download.read_into(start, [memoryview(bytearray(nbytes))])
-    with pytest.raises(NotFoundError), open_download(store, "data/none") as download:
-        download.read_block(0, 1, block)
-
-
 # -- the page cache -----------------------------------------------------------------------------------
 
 
@@ -131,6 +111,21 @@ def test_direct_reads_leave_the_page_cache_alone(local: LocalStore) -> None:
         direct = local._refusals
         if os.stat(path).st_dev not in direct:
             assert download.window(0, len(VALUE)) is None
+
+
+def test_a_range_that_is_cached_in_part_is_read_from_the_disk(tmp_path: Path) -> None:
+    store, value = LocalStore(root=tmp_path), secrets.token_bytes(8 << 20)
+    store.create(KEY, value)
+    forget(tmp_path / KEY)
+    fd = os.open(tmp_path / KEY, os.O_RDONLY)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
+    os.pread(fd, 1 << 20, 0)
+    os.close(fd)
+    with open_download(store, KEY) as download:
+        if download.window(1 << 20, 7 << 20) is not None:
+            pytest.skip("the tests' folder is in memory")
+        assert download.window(0, 1 << 20) == filedownload.CACHED_WINDOW_NBYTES
+        assert download.window(0, 8 << 20) is None
 
 
 def test_strangers_files_are_not_believed_to_be_cached(
