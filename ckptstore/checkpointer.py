@@ -212,7 +212,7 @@ class Checkpointer:
         try:
             if policy_version is not None:
                 policy_version = whole_number(policy_version, "policy_version", first=0)
-            staged, data = self._contributor.begin(
+            staged, flat = self._contributor.begin(
                 handle.attempt, state, self._baseline, timeout_s=self._commit_timeout_s * 2
             )
         except Exception as error:
@@ -232,9 +232,9 @@ class Checkpointer:
         writer.start()  # it takes blocks as they are staged
         try:
             if lazy:
-                handle._staging = self._contributor.stage_lazily(staged, data)
+                handle._staging = self._contributor.stage_lazily(staged, flat)
             else:
-                self._contributor.stage(staged, data)
+                self._contributor.stage(staged, flat)
         except BaseException:
             handle._told = True  # here and now; the writer gives the attempt up
             raise

@@ -39,8 +39,9 @@ from ckptstore.plan.save import PlannedChunk
 from ckptstore.replicaset import ReplicaSet
 from ckptstore.snapshot import CopyPlan, Snapshot, SnapshotChunks, whole_leaves
 from ckptstore.staging import LIMIT_NBYTES_MIN, SPARE_BLOCKS, StagingMemory
-from ckptstore.state import Known, Structure, flatten
+from ckptstore.state import Known, flatten
 from ckptstore.store.base import BLOCK_NBYTES, Store
+from ckptstore.structure import FlatState, Structure
 from ckptstore.tensor import itemsize
 from ckptstore.writer import PartWriter
 
@@ -77,7 +78,6 @@ class Staged:
     agreed: Agreed | None
     snapshot: Snapshot
     replicas: tuple[ReplicaSet, ...] | None
-    places: tuple[int, ...] | None  # of the flat state
 
 
 class Contributor:
@@ -124,11 +124,12 @@ class Contributor:
 
     def begin(
         self, attempt: AttemptId, state: Any, baseline: Baseline | None, *, timeout_s: float
-    ) -> tuple[Staged, Sequence[Any]]:
+    ) -> tuple[Staged, FlatState]:
         """All of a save that comes before copying: values are captured now, tensors when they are staged.
 
-        The second is what `Staged.snapshot.stage` copies. BudgetExceededError: the first save of a structure on
-        several ranks must copy all that this one holds before it can write, and that is more than the budget.
+        The second has the tensors; it is to be dropped when they are copied. BudgetExceededError: the first save
+        of a structure on several ranks must copy all that this one holds before it can write, and that is more than
+        the budget.
         """
         flat = flatten(state, role=self.member.role, rank=self.member.rank, known=self._known)
         structure = flat.structure
@@ -150,21 +151,20 @@ class Contributor:
             agreed=agreed,
             snapshot=Snapshot(prepared.copies, self.memory, timeout_s=timeout_s),
             replicas=replicas,
-            places=flat.places,
-        ), flat.data
+        ), flat
 
-    def stage(self, staged: Staged, data: Sequence[Any]) -> None:
+    def stage(self, staged: Staged, flat: FlatState) -> None:
         """Copy what this member will write; the caller may change its tensors as soon as this returns."""
-        staged.snapshot.stage(data, staged.places, self._helpers)
+        staged.snapshot.stage(flat.data, flat.places, self._helpers)
 
-    def stage_lazily(self, staged: Staged, data: Sequence[Any]) -> LazyStaging:
+    def stage_lazily(self, staged: Staged, flat: FlatState) -> LazyStaging:
         """As `stage`, in another thread, and before the next step of any optimizer."""
-        specs = staged.prepared.structure.specs
-        return LazyStaging.start(staged.snapshot, specs, data, staged.places, self._helpers)
+        specs = flat.structure.specs
+        return LazyStaging.start(staged.snapshot, specs, flat.data, flat.places, self._helpers)
 
-    def stage_beside(self, staged: Staged, data: Sequence[Any]) -> Future[None]:
+    def stage_beside(self, staged: Staged, flat: FlatState) -> Future[None]:
         """As `stage`, in another thread; the caller leaves the state as it is until that is done."""
-        return self._helpers.submit(staged.snapshot.stage, data, staged.places)
+        return self._helpers.submit(staged.snapshot.stage, flat.data, flat.places)
 
     def close(self) -> None:
         """End the thread that helps to copy, and give the memory of snapshots back."""

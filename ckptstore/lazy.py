@@ -36,17 +36,16 @@ class LazyStaging:
         thread: Executor,
     ) -> LazyStaging:
         """Returns at once; what cannot be watched is copied before."""
-        held = [each if _version(each) is not None else _copied(each) for each in data]
-        if any(mine is not theirs for mine, theirs in zip(held, data, strict=True)):
+        held, versions = list(data), _versions(data)
+        unseen = [n for n, version in enumerate(versions) if version is None]
+        if unseen:
             places = None
-        versions = [_version(each) for each in held]
+            for n in unseen:
+                held[n] = _copied(data[n])
 
         def check() -> None:
-            changed = [
-                spec.name
-                for spec, each, version in zip(specs, held, versions, strict=True)
-                if _version(each) != version
-            ]
+            now = _versions(held)
+            changed = [specs[n].name for n, version in enumerate(versions) if version not in (None, now[n])]
             if changed:
                 more = "" if len(changed) < 4 else f" and {len(changed) - 3} more"
                 raise InvalidInputError(
@@ -69,12 +68,12 @@ class LazyStaging:
             raise TimeoutError(f"the state is not staged after {timeout_s:g} s")
 
 
-def _version(data: Any) -> int | None:
-    if isinstance(data, np.ndarray):
-        return None
-    from ckptstore.interop.torch_tensor import version_of
+def _versions(data: Sequence[Any]) -> list[int | None]:
+    if torch_module() is None:
+        return [None] * len(data)
+    from ckptstore.interop.torch_tensor import versions_of
 
-    return version_of(data)
+    return versions_of(data)
 
 
 def _copied(data: Any) -> Any:

@@ -107,8 +107,8 @@ class Publisher:
         self._counts[number] = tries + 1
         attempt = AttemptId(fence=self._token.fence, step=number, number=tries, kind="p")
         try:
-            staged, data = self._contributor.begin(attempt, state, None, timeout_s=self._timeout_s)
-            staging = self._contributor.stage_beside(staged, data)
+            staged, flat = self._contributor.begin(attempt, state, None, timeout_s=self._timeout_s)
+            staging = self._contributor.stage_beside(staged, flat)
         except Exception as error:
             if self._contributor.size > 1:
                 self._contributor.give_up(attempt, error)  # or the others would wait for this part

@@ -137,9 +137,11 @@ def copy_box_from_bytes(
         target.copy_(chunk)
 
 
-def version_of(tensor: torch.Tensor) -> int | None:
-    """Grows with every change in place that torch knows of; None for tensors that do not count them."""
-    return None if tensor.is_inference() else int(tensor._version)
+def versions_of(data: Sequence[Any]) -> list[int | None]:
+    """Of each tensor a number that grows with every change in place that torch knows of; None for what counts none."""
+    return [
+        each._version if isinstance(each, torch.Tensor) and not each.is_inference() else None for each in data
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
