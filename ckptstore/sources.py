@@ -19,7 +19,10 @@ from ckptstore.held import torch_module
 from ckptstore.staging import Block
 from ckptstore.tensor import TensorSpec, cut_flat_range, itemsize
 
-SMALL_NBYTES: Final = 512 << 10  # copies below are made many at a time: each call costs as much as 10 KiB
+# Copies below are made many at a time: each call costs as much as 10 KiB. torch takes several threads for one from
+# 32,768 elements on, which is a disaster on busy cores, so they are of words, and no larger.
+SMALL_NBYTES: Final = 256 << 10
+WORD: Final = 8
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -109,8 +112,8 @@ class Sources:
         from ckptstore.interop.torch_tensor import concatenate, from_bytes
 
         if block.torch is None:
-            block.torch = from_bytes(block.memory, "uint8", (block.nbytes,))
-        concatenate(run.views, block.torch[run.at : run.at + run.nbytes])
+            block.torch = from_bytes(block.memory, "int64", (block.nbytes // WORD,))
+        concatenate(run.views, block.torch[run.at // WORD : (run.at + run.nbytes) // WORD])
 
 
 def _neighbours(copies: BlockCopies, places: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -119,7 +122,9 @@ def _neighbours(copies: BlockCopies, places: Sequence[int]) -> Iterator[tuple[in
     low, count = 0, len(copies.leaf)
 
     def small(k: int) -> bool:
-        return together and copies.nbytes[k] < SMALL_NBYTES and places[copies.leaf[k]] >= 0
+        place, nbytes = places[copies.leaf[k]], copies.nbytes[k]
+        words = not (place + copies.start[k] | nbytes | copies.at[k]) % WORD
+        return together and words and nbytes < SMALL_NBYTES and place >= 0
 
     while low < count:
         high = low + 1
@@ -137,6 +142,7 @@ class _Window:
     """
 
     def __init__(self, low: int, nbytes: int) -> None:
+        low, nbytes = low - low % WORD, -(-(nbytes + low % WORD) // WORD) * WORD
         self._low = low
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (low, False), "version": 3}
         self._array: Bytes = np.asarray(self)
@@ -146,7 +152,7 @@ class _Window:
     def over(cls, places: Sequence[int], sizes: Sequence[int]) -> _Window:
         spans = [(at, at + n) for at, n in zip(places, sizes, strict=True) if at >= 0 and n]
         if not spans:
-            return cls(1, 0)
+            return cls(WORD, 0)
         low, high = min(at for at, _ in spans), max(end for _, end in spans)
         return cls(low, high - low)
 
@@ -157,11 +163,13 @@ class _Window:
         return self._array[at : at + nbytes]
 
     def torch(self, parts: Sequence[tuple[int, int]]) -> list[Any]:
+        """The parts, (place, nbytes), as words."""
         if self._tensor is None:
             from ckptstore.interop.torch_tensor import from_bytes
 
-            self._tensor = from_bytes(self._array, "uint8", (self._array.nbytes,))
-        return [self._tensor[place - self._low : place - self._low + n] for place, n in parts]
+            self._tensor = from_bytes(self._array, "int64", (self._array.nbytes // WORD,))
+        low, tensor = self._low // WORD, self._tensor
+        return [tensor[place // WORD - low : (place + n) // WORD - low] for place, n in parts]
 
 
 def places_of(data: Sequence[Any]) -> tuple[int, ...]:

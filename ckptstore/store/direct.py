@@ -25,7 +25,9 @@ _REFUSED: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
 def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
     """Memory for direct I/O, not yet touched, in huge pages where the kernel grants them."""
-    region = mmap.mmap(-1, max(-(-nbytes // ALIGN) * ALIGN, ALIGN))
+    # Private: the kernel grants no huge pages to shared memory, and Python's default is shared.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    region = mmap.mmap(-1, max(-(-nbytes // ALIGN) * ALIGN, ALIGN), flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(region, np.uint8)[:nbytes]
