@@ -111,7 +111,7 @@ def run_console(text: str, place: str) -> None:
             capture_output=True,
             text=True,
             timeout=COMMAND_S,
-            env={**os.environ, "COLUMNS": "100"},
+            env={**os.environ, "COLUMNS": "160"},
         )
         told = (ended.stdout + ended.stderr).splitlines()
         assert matches(shown, told), f"{place}: {command}\nthe page shows\n{shown}\nbut it says\n{told}"

@@ -61,9 +61,11 @@ def state(rank: int, step: int) -> dict[str, Any]:
         "scalar": torch.tensor(5),
         "empty": torch.zeros(0, 3),
         "odd": {"a.b@c#d%e": torch.ones(1), "__metadata__": torch.zeros(1)},
-        "wide": Sharded(torch.ones(2, dtype=torch.complex128), global_shape=(2,), offset=(0,))
-        if rank == 1
-        else None,
+        **(
+            {"wide": Sharded(torch.ones(2, dtype=torch.complex128), global_shape=(2,), offset=(0,))}
+            if rank
+            else {}
+        ),
         "rank": PerRank(torch.full((2,), rank)),
     }
 
