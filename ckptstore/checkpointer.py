@@ -235,8 +235,9 @@ class Checkpointer:
                 handle._staging = self._contributor.stage_lazily(staged, flat)
             else:
                 self._contributor.stage(staged, flat)
-        except BaseException:
+        except BaseException as error:
             handle._told = True  # here and now; the writer gives the attempt up
+            staged.snapshot.fail(error)  # also what came before the first block: an interrupt
             raise
         return handle
 

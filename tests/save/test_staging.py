@@ -34,6 +34,7 @@ from ckptstore import (
     staging,
     stream,
 )
+from ckptstore.contribution import Contributor
 from ckptstore.image import make_images
 from ckptstore.store import base, collected, local
 from ckptstore.store.memory import MemoryStore
@@ -332,3 +333,19 @@ def test_images_hold_every_chunk_once_and_end_to_end(sizes: list[int], most: int
             at += size
         assert at == each.nbytes
         assert sum(each.sizes) <= most or len(each.chunks) == 1
+
+
+def test_an_interrupt_before_the_first_block_does_not_leave_the_writer_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Contributor.stage
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.setattr(Contributor, "stage", stage)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Contributor, "stage", interrupted)
+    with ckptstore.begin(new_url(), {"trainer": 1}) as inc, Checkpointer(inc, role="trainer", rank=0) as ckpt:
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(0, {"w": torch.ones(3)})
+        assert ckpt.save(1, {"w": torch.ones(3)}).result(WAIT_S).step == 1
