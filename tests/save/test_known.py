@@ -19,11 +19,16 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from ckptstore.digester import Digester
 from ckptstore.errors import CkptStoreError
 from ckptstore.held import FlatShard, Frozen, PerRank, Sharded
+from ckptstore.image import make_images
 from ckptstore.interop import torch_signature
 from ckptstore.pieces import memory_of
-from ckptstore.state import FlatState, Known, flatten
+from ckptstore.snapshot import CopyPlan, whole_leaves
+from ckptstore.sources import places_of
+from ckptstore.staging import Block
+from ckptstore.state import FlatState, Known, Structure, flatten
 from tests.save.states import Box, Made
 
 
@@ -307,3 +312,51 @@ def test_a_structure_gives_the_same_shards_and_compares_by_identity_first() -> N
     state["a"] = torch.ones(4)
     other = flatten(state, role="trainer", rank=0, known=known).structure
     assert other != one
+
+
+# -- what is kept by place
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_digests_by_place_are_those_that_are_taken_anew(data: st.DataObject) -> None:
+    made, known, digester = Made(data.draw, lambda tensor: tensor), Known(), Digester(0)
+    while isinstance(result(made.state, None), tuple):
+        made.state.popitem()
+    for n in range(4):
+        if n > 1:
+            made.change()
+        flat = result(made.state, known)
+        if isinstance(flat, FlatState):
+            digester.forget()  # else frozen ones are as they were, also where they are not
+            assert digester.take(flat, 2) == Digester(0).take(flatten(made.state, role="trainer", rank=0), 2)
+
+
+def test_a_copy_by_place_is_one_of_where_the_tensors_lie_now() -> None:
+    """Three blocks and a half; in each round other tensors are made anew, and all get new values."""
+    state: dict[str, torch.Tensor] = {f"large{n}": torch.zeros(9 << 20, dtype=torch.uint8) for n in range(6)}
+    state |= {f"small{n}": torch.zeros(1000 + n, dtype=torch.uint8) for n in range(40)}
+    known, plan = Known(), None
+    for moved in ([], [], ["small3"], ["large0", "small3", "small39"], list(state)):
+        for name in moved:
+            state[name] = state[name].clone()
+        if len(moved) == 1:
+            state[moved[0]] = torch.zeros(2006, dtype=torch.uint8)[::2]  # no run of memory any more
+        for each in state.values():
+            each.random_()
+        flat = flatten(state, role="trainer", rank=0, known=known)
+        if plan is None or plan[0] is not flat.structure:
+            plan = flat.structure, copy_plan(flat.structure)
+        assert flat.places is not None
+        plan[1].sources.look(flat.places)
+        fresh = copy_plan(flat.structure)
+        fresh.sources.look(places_of(flat.data))
+        for number, copies in enumerate(plan[1].blocks):
+            one, two = Block(np.zeros(copies.size, np.uint8)), Block(np.zeros(copies.size, np.uint8))
+            plan[1].sources.copy(number, flat.data, one)
+            fresh.sources.copy(number, flat.data, two)
+            assert one.memory.any() and np.array_equal(one.memory, two.memory)
+
+
+def copy_plan(structure: Structure) -> CopyPlan:
+    return CopyPlan.of(structure, whole_leaves(structure), make_images(structure.specs, structure.boxes))
