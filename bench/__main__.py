@@ -18,6 +18,7 @@ from bench.rows import Row
 
 AREAS = {
     "codecs": ("bench.codecs",),
+    "flatten": ("bench.flatten",),
     "planning": ("bench.planning", "bench.commit"),
     "reading": ("bench.reading",),
     "replicas": ("bench.replicas",),

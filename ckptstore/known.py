@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from ckptstore.pieces import Piece, Tie, address_of, is_host_run
 from ckptstore.seen import Differs, Look, Seen
-from ckptstore.structure import Data, Structure, View
+from ckptstore.structure import Structure, Views
 
 NOWHERE = -1
 
@@ -73,10 +74,7 @@ class Recollection:
     def _place(self, lie: tuple[int, int] | None) -> int:
         return NOWHERE if lie is None else self._at[lie[0]] + lie[1]
 
-    def data(self, held: list[Any]) -> Data:
-        return Data(held, self._views)
-
-    def again(self, state: Any, look: Look) -> tuple[Seen, Data]:
+    def again(self, state: Any, look: Look) -> tuple[Seen, Sequence[Any]]:
         """(tree, data) of a state that differs in nothing but values and addresses; then `places` are anew.
 
         Raises Differs, and is to be forgotten, if any other thing may differ.
@@ -96,7 +94,7 @@ class Recollection:
             self._move(moved)
         self._ties.check_empty(held)
         self.root = root
-        return root, Data(held, self._views)
+        return root, self._views(held)
 
     def _move(self, moved: list[tuple[int, int]]) -> None:
         self._note(moved)
@@ -219,7 +217,8 @@ def _has_elements(data: Any) -> bool:
     return bool(data.size if isinstance(data, np.ndarray) else data.numel())
 
 
-def _views(met: Sequence[Met], held: Sequence[Any]) -> tuple[View, ...] | Callable[[Any], tuple[Any, ...]]:
+def _views(met: Sequence[Met], held: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
+    """What gives the data of all leaves, from what a walk like the one that met these holds."""
     found = [
         (number, _view_of(piece.data, held[number]))
         for each in met
@@ -227,12 +226,16 @@ def _views(met: Sequence[Met], held: Sequence[Any]) -> tuple[View, ...] | Callab
         for piece in each.pieces
         for number in (each.first + piece.shard,)
     ]
-    if any(view is not None for _, view in found):
-        return tuple(found)
+    if len(found) < 2 or any(view is not None for _, view in found):
+        return partial(_make_views, views=tuple(found))
     numbers = [number for number, _ in found]
     if numbers == list(range(len(held))):
         return tuple
-    return itemgetter(*numbers) if len(numbers) > 1 else tuple(found)
+    return itemgetter(*numbers)
+
+
+def _make_views(held: list[Any], *, views: tuple[tuple[int, Any], ...]) -> Views:
+    return Views(held, views)
 
 
 def _view_of(data: Any, source: Any) -> Any:

@@ -38,13 +38,13 @@ from ckptstore.seen import (
     Seen,
     SeenItems,
     SeenObject,
+    SeenTensor,
     SeenValue,
     SeenWrapper,
     has_state_dict,
     opened,
-    see_tensor,
 )
-from ckptstore.structure import Data
+from ckptstore.seen_tensor import see_tensor
 from ckptstore.structure import FlatState as FlatState
 from ckptstore.structure import Structure as Structure
 from ckptstore.structure import TensorLeaf as TensorLeaf
@@ -88,7 +88,7 @@ class Known:
         except Exception:  # Differs, or anything: the walk anew meets it again and says where
             return None
         self._last = last
-        return FlatState(structure=last.structure, skeleton=root.skeleton, places=last.places, _data=data)
+        return FlatState(structure=last.structure, skeleton=root.skeleton, places=last.places, data=data)
 
     def keep(self, root: Seen, structure: Structure, walk: _Flatten) -> FlatState:
         """Remember what a walk met, as far as it can be compared exactly."""
@@ -138,7 +138,7 @@ class _Flatten:
 
     def __init__(self, role: str, rank: int, known: Known | None, asked: Asked) -> None:
         self.role, self.rank, self.known = role, rank, known
-        self.look = Look(asked, self.anew)
+        self.look = Look(asked, _never)  # not a method: a cycle would keep the tensors until it is collected
         self.leaves: list[TensorLeaf] = []
         self.names: set[str] = set()
         self.tied: dict[
@@ -148,8 +148,8 @@ class _Flatten:
         self.comparable = True
 
     def flat(self, root: Seen, structure: Structure) -> FlatState:
-        data = Data([leaf.data for leaf in self.leaves], tuple)
-        return FlatState(structure=structure, skeleton=root.skeleton, places=None, _data=data)
+        data = tuple([leaf.data for leaf in self.leaves])
+        return FlatState(structure=structure, skeleton=root.skeleton, places=None, data=data)
 
     def node(self, value: Any, path: str, where: Where, depth: int) -> Seen:
         if depth > MAX_DEPTH:
@@ -266,6 +266,8 @@ class _Flatten:
                     TensorLeaf(spec=spec, box=box, data=piece.data, replicas=replicas, frozen=where.frozen)
                 )
         skeleton = {"N" if isinstance(value, np.ndarray) else "T": name.split("/", 1)[1]}
+        if self.known is None:  # nobody will ask again
+            return SeenTensor(skeleton=skeleton, place=place, tensors=1)
         first = len(self.look.held)
         seen = see_tensor(value, skeleton, place)
         if seen is None:
@@ -275,8 +277,10 @@ class _Flatten:
         self.met.append(Met(first=first, pieces=pieces, tie=tie, stored=name == spec.name))
         return seen
 
-    def anew(self, value: Any, place: Place) -> Seen:
-        raise Differs  # a walk anew compares nothing
+
+def _never(value: Any, place: Place) -> Seen:
+    """A walk anew meets nothing that it would have to walk anew."""
+    raise Differs
 
 
 def unwrap(value: Any, path: str, where: Where, rank: int) -> tuple[Any, Where]:

@@ -6,7 +6,7 @@ and from `known.py`, which gives the same ones back while a state stays as it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,9 @@ class Structure:
 class FlatState:
     """The tensor leaves of a state, in order, and everything else as JSON.
 
+    `data[n]` is the torch.Tensor or numpy array that holds the elements of leaf `n` now. Keep neither it nor the flat
+    state longer than the save needs them: they keep the caller's memory alive.
+
     Nothing of it may be changed, the skeleton neither: later states share its unchanged parts.
 
     `places` is None unless the state was flattened with a `Known`. Then `places[n]` is the address of leaf `n` if
@@ -102,15 +105,7 @@ class FlatState:
     structure: Structure
     skeleton: Any
     places: tuple[int, ...] | None
-    _data: Data
-
-    @property
-    def data(self) -> tuple[Any, ...]:
-        """The torch.Tensor or numpy array that holds the elements of each leaf now.
-
-        Keep neither this nor the flat state longer than the save needs them: they keep the caller's memory alive.
-        """
-        return self._data.all()
+    data: Sequence[Any]
 
     @property
     def leaves(self) -> tuple[TensorLeaf, ...]:
@@ -127,22 +122,23 @@ class FlatState:
 View = tuple[int, Any]  # number of a tensor, and (shape, strides, elements before it) unless it is all of it
 
 
-class Data:
-    """The tensors of one save, by leaf; views of parts are made when they are asked for."""
+class Views(Sequence[Any]):
+    """The tensors of one save, by leaf; a view of a part of one is made each time that it is asked for.
 
-    __slots__ = ("_held", "_made", "_views")
+    Where all lie where they lay, nobody asks: 20,000 views take longer than all else that is done for a save.
+    """
 
-    def __init__(self, held: list[Any], views: tuple[View, ...] | Callable[..., tuple[Any, ...]]) -> None:
+    __slots__ = ("_held", "_views")
+
+    def __init__(self, held: list[Any], views: tuple[View, ...]) -> None:
         self._held, self._views = held, views
-        self._made: tuple[Any, ...] | None = None
 
-    def all(self) -> tuple[Any, ...]:
-        if self._made is None:
-            if isinstance(self._views, tuple):
-                self._made = tuple([_view(self._held[n], view) for n, view in self._views])
-            else:
-                self._made = self._views(self._held)
-        return self._made
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __getitem__(self, at: Any) -> Any:
+        number, view = self._views[at]
+        return _view(self._held[number], view)
 
 
 def _view(tensor: Any, view: Any) -> Any:

@@ -83,7 +83,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "held",
             "memoryspan",
             "pieces",
-            *("structure", "seen", "known"),
+            *("structure", "seen", "seen_tensor", "known"),
             "state",
             "plainvalue",
             "binding",

@@ -114,7 +114,8 @@ def many() -> dict[str, Any]:
     tensors = [torch.arange(n + 1.0) for n in range(600)]
     tied = torch.ones(7)
     return {
-        "model": {f"w{n}": each for n, each in enumerate(tensors)} | {"one": tied, "two": tied},
+        "model": {f"w{n}": each for n, each in enumerate(tensors)}
+        | {"one": tied, "two": tied.detach(), "three": tied},
         "rng": torch.zeros(16, dtype=torch.uint8),
         "array": np.arange(4),
         "shard": Sharded(torch.ones(2, 3), global_shape=(4, 3), offset=(0, 0)),
@@ -151,7 +152,7 @@ def test_tensors_that_were_made_anew_cost_no_walk(move_all: bool) -> None:
         state["rng"], state["array"] = state["rng"].clone(), state["array"].copy()
         if move_all:
             fresh = {name: each.clone() for name, each in state["model"].items()}
-            state["model"] = fresh | {"two": fresh["one"]}
+            state["model"] = fresh | {"two": fresh["one"].detach(), "three": fresh["one"]}
 
     old = dict(state["model"]), state["rng"], state["array"]  # alive, so that no address is used again
     before, after = again(state, change)
@@ -173,6 +174,10 @@ def untie(state: dict[str, Any]) -> None:
     state["model"]["two"] = state["model"]["one"].clone()
 
 
+def untie_the_same_object(state: dict[str, Any]) -> None:
+    state["model"]["three"] = state["model"]["one"].clone()
+
+
 def tie_to_what_moved(state: dict[str, Any]) -> None:
     state["model"]["w6"] = state["model"]["w6"].clone()
     state["model"]["one"] = state["model"]["w6"]
@@ -189,6 +194,7 @@ def reuse_an_address(state: dict[str, Any]) -> None:
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "tie made": tie,
     "tie broken": untie,
+    "tie of one object broken": untie_the_same_object,
     "tie made to what moved": tie_to_what_moved,
     "address used again": reuse_an_address,
     "dtype": lambda state: state["model"].update(w3=state["model"]["w3"].to(torch.int32)),
@@ -235,13 +241,30 @@ def test_values_that_are_equal_and_yet_not_the_same_are_encoded_anew(old: Any, n
     check_equal(result(state, known), result(state, None))
 
 
-def test_a_tie_of_tensors_without_elements_is_one_of_objects() -> None:
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_tie_of_tensors_without_elements_is_one_of_objects(
+    monkeypatch: pytest.MonkeyPatch, guard: bool
+) -> None:
+    monkeypatch.setattr(torch_signature, "_guard_works", lambda: guard)
     empty = torch.ones(0, 3)
     state = {"a": empty, "b": empty, "c": torch.ones(0, 3)}
     before, after = again(state, lambda: state.update(b=torch.ones(0, 3)))
     assert (len(before.data), len(after.data)) == (2, 3)
     before, after = again(state, lambda: state.update(a=state["c"]))
     assert (len(before.data), len(after.data)) == (3, 2)
+
+
+def test_shards_that_say_the_same_in_other_ways_cost_no_walk() -> None:
+    bucket = torch.ones(8)
+    state: dict[str, Any] = {"a": FlatShard(bucket, global_shape=(80, 40), start=300, replicas=(0, 1))}
+    for shape, start, replicas in (([80, 40], 300, [1, 0]), ((80, np.int64(40)), np.int64(300), (0, 1, 1))):
+        other = FlatShard(bucket, global_shape=shape, start=start, replicas=replicas)  # type: ignore[arg-type]
+        before, after = again(state, partial(state.update, a=other))
+        assert after.structure is before.structure
+    known = Known()
+    flatten({"a": FlatShard(bucket, global_shape=(8, 4), start=0)}, role="trainer", rank=0, known=known)
+    wrong = {"a": FlatShard(bucket, global_shape=(8.0, 4), start=0)}  # type: ignore[arg-type]
+    check_equal(result(wrong, known), result(wrong, None))
 
 
 def test_tensors_without_elements_that_are_made_anew_cost_no_walk() -> None:
@@ -258,18 +281,26 @@ def test_a_freed_storage_is_never_at_an_address() -> None:
     assert flatten(state, role="trainer", rank=0, known=known).places is None
 
 
-def test_no_tensor_is_kept_alive() -> None:
+@pytest.mark.parametrize("comparable", [True, False])
+def test_no_tensor_is_kept_alive(comparable: bool) -> None:
+    """Nor in a cycle, which would live until it is collected."""
     state, known = many(), Known()
+    if not comparable:
+        state["expanded"] = [state["shard"], type("Other", (torch.Tensor,), {})(torch.ones(2))]
     tensors = [*state["model"].values(), state["shard"].tensor, state["flat"][0].tensor, state["array"]]
     held = [weakref.ref(each) for each in tensors]
     storages = [weakref.ref(each.untyped_storage()) for each in tensors[:-1]]
-    for _ in range(2):
-        flatten(state, role="trainer", rank=0, known=known)
-    state.clear()
-    tensors.clear()
     gc.collect()
-    assert not [each for each in (*held, *storages) if each() is not None]
-    assert known._last is not None
+    gc.disable()
+    try:
+        for last in (known, known, None):
+            flatten(state, role="trainer", rank=0, known=last)
+        state.clear()
+        tensors.clear()
+        assert not [each for each in (*held, *storages) if each() is not None]
+    finally:
+        gc.enable()
+    assert (known._last is not None) is comparable
 
 
 class Failing(Box):
@@ -360,3 +391,12 @@ def test_a_copy_by_place_is_one_of_where_the_tensors_lie_now() -> None:
 
 def copy_plan(structure: Structure) -> CopyPlan:
     return CopyPlan.of(structure, whole_leaves(structure), make_images(structure.specs, structure.boxes))
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, True), (1, 1.0), (0, False), ("a", np.str_("a"))])
+@pytest.mark.parametrize("inner", [3, torch.ones(2)])
+def test_a_key_that_is_equal_and_yet_not_the_same_is_told_anew(old: Any, new: Any, inner: Any) -> None:
+    known = Known()
+    flatten({"a": {old: inner}}, role="trainer", rank=0, known=known)
+    state = {"a": {new: inner}}
+    check_equal(result(state, known), result(state, None))
