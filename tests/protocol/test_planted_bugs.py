@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptstore import agreement, checkpointer, commit, incarnation, index, journal, stream, writer
+from ckptstore import (
+    agreement,
+    checkpointer,
+    chunkwriter,
+    commit,
+    incarnation,
+    index,
+    journal,
+    stream,
+    writer,
+)
 from ckptstore.chunktable import ChunkTable, TableFrame
 from ckptstore.errors import AlreadyExistsError, InconsistentCutError
 from ckptstore.history import Fold, History
@@ -150,7 +160,7 @@ def part_before_segments(patch: pytest.MonkeyPatch) -> None:
         later.append((segment, header))
         return SegmentRef(key=segment.key, nbytes=segment.nbytes, header=digest_of(header))
 
-    patch.setattr(writer, "_finish", unfinished)
+    patch.setattr(chunkwriter, "_finish", unfinished)
     patch.setattr(stream.SegmentStream, "close", lambda self: None)
     patch.setattr(writer.PartWriter, "_create_part", early)
 
