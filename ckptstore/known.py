@@ -12,13 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckptstore.pieces import Piece, Tie, address_of, is_host_run
 from ckptstore.seen import Differs, Look, Seen
 from ckptstore.structure import Structure, Views
+
+if TYPE_CHECKING:
+    from ckptstore.interop.torch_signature import Signatures
 
 NOWHERE = -1
 
@@ -44,14 +47,12 @@ class Recollection:
         self, *, member: tuple[str, int], root: Seen, look: Look, met: Sequence[Met], structure: Structure
     ) -> None:
         """Raises Differs if the state cannot be compared exactly."""
-        from ckptstore.interop.torch_signature import Signatures
-
         held = look.held
         self.member, self.root, self.structure = member, root, structure
         self._tensors = [n for n, each in enumerate(held) if not isinstance(each, np.ndarray)]
         self._arrays = [n for n, each in enumerate(held) if isinstance(each, np.ndarray)]
-        self._signatures = Signatures([held[n] for n in self._tensors])
-        self._outer = Signatures(look.distributed, placed=False)
+        self._signatures = _signatures([held[n] for n in self._tensors])
+        self._outer = _signatures(look.distributed, placed=False)
         self._at = [0] * len(held)
         self._note(list(zip(self._tensors, self._signatures.places(), strict=True)))
         self._note([(n, address_of(held[n])) for n in self._arrays])
@@ -108,6 +109,24 @@ class Recollection:
                 for lie, place in zip(self._lies, self.places, strict=True)
             ]
         )
+
+
+class _NoTensors:
+    """The signatures of no tensors, for processes without torch."""
+
+    def places(self) -> list[int]:
+        return []
+
+    def moved(self, tensors: Sequence[Any]) -> list[tuple[int, int]] | None:
+        return None if tensors else []
+
+
+def _signatures(tensors: Sequence[Any], *, placed: bool = True) -> Signatures | _NoTensors:
+    if not tensors:
+        return _NoTensors()
+    from ckptstore.interop.torch_signature import Signatures
+
+    return Signatures(tensors, placed=placed)
 
 
 class Ties:
