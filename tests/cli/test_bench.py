@@ -100,16 +100,16 @@ def interrupted(how: signal.Signals, place: Path, running: subprocess.Popen[str]
 
 def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
     flags = ("--size", "32MiB", "--state", "large", "--peers", "none")
-    started = []
-    for how in (signal.SIGINT, signal.SIGTERM):
+    for how in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # one after the other: a bench that nobody watches may end by itself
         place = tmp_path / how.name
         place.mkdir()
         running = subprocess.Popen(
             command("bench", str(place), *flags),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
-        started.append((how, place, running))
-    for how, place, running in started:
         assert interrupted(how, place, running).strip().endswith("ckptstore: interrupted")
         assert running.returncode == 130
         assert list(place.iterdir()) == []
