@@ -17,11 +17,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ckptstore.digester import Digester
 from ckptstore.errors import CkptStoreError
-from ckptstore.held import FlatShard, Frozen, PerRank, Sharded
+from ckptstore.held import ExpertParallel, FlatShard, Frozen, HeldBy, PerRank, Sharded
 from ckptstore.image import make_images
 from ckptstore.interop import torch_signature
 from ckptstore.pieces import memory_of
@@ -120,6 +120,11 @@ def many() -> dict[str, Any]:
         "array": np.arange(4),
         "shard": Sharded(torch.ones(2, 3), global_shape=(4, 3), offset=(0, 0)),
         "flat": [FlatShard(torch.ones(8), global_shape=(3, 4), start=n) for n in (0, 4)][:1],
+        "square": np.arange(4).reshape(2, 2),
+        "held": HeldBy({"x": torch.ones(2)}, ranks=(0, 1)),
+        "experts": ExpertParallel(
+            {"experts": {0: {"w": torch.ones(1)}}}, "experts.{expert}", num_experts=2, rank=0, size=2
+        ),
         "frozen": Frozen({"table": torch.ones(3)}),
         "own": PerRank({"cursor": torch.ones(1), "step": 3}),
         "object": Box({"lr": 0.1, "betas": (0.9, 0.95), "names": {"a": True, "b": True}, "seen": [1]}),
@@ -210,6 +215,9 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "offset": lambda state: setattr(state["shard"], "offset", (1, 0)),
     "replicas": lambda state: setattr(state["shard"], "replicas", (0, 1)),
     "start": lambda state: setattr(state["flat"][0], "start", 2),
+    "array turned": lambda state: state.update(square=state["square"].T),
+    "holders": lambda state: setattr(state["held"], "ranks", (0, 2)),
+    "experts": lambda state: setattr(state["experts"], "rank", 1),
     "per rank": lambda state: state.update(own=state["own"].value),
     "thawed": lambda state: state.update(frozen=state["frozen"].tree),
     "value to tensor": lambda state: state["object"].inner.update(lr=torch.ones(1)),
@@ -222,7 +230,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_a_change_of_what_a_structure_follows_from_is_seen(name: str) -> None:
     state = many()
     before, after = again(state, lambda: CHANGES[name](state))
-    if name not in ("parameter", "key's type"):
+    if name not in ("parameter", "key's type", "array turned"):
         assert (after.structure, after.skeleton) != (before.structure, before.skeleton)
 
 
@@ -400,3 +408,14 @@ def test_a_key_that_is_equal_and_yet_not_the_same_is_told_anew(old: Any, new: An
     flatten({"a": {old: inner}}, role="trainer", rank=0, known=known)
     state = {"a": {new: inner}}
     check_equal(result(state, known), result(state, None))
+
+
+def test_a_placement_that_cannot_be_saved_is_refused_also_where_the_last_one_could(
+    distributed: Callable[[torch.Tensor], Any],
+) -> None:
+    whole, known = distributed(torch.ones(4)), Known()
+    flatten({"a": whole}, role="trainer", rank=0, known=known)
+    state = {"a": DTensor.from_local(torch.ones(4), whole.device_mesh, [Partial()])}
+    refused = result(state, known)
+    assert isinstance(refused, tuple) and "sums" in refused[1]
+    check_equal(refused, result(state, None))
