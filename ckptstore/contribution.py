@@ -119,6 +119,7 @@ class Contributor:
         self._digester = Digester(member.rank) if check_replicas else None
         self._known = Known()
         self._prepared: list[Prepared] = []
+        self._to_reserve: list[int] = []
 
     # -- on the caller's thread
 
@@ -156,20 +157,29 @@ class Contributor:
     def stage(self, staged: Staged, flat: FlatState) -> None:
         """Copy what this member will write; the caller may change its tensors as soon as this returns."""
         staged.snapshot.stage(flat.data, flat.places, self._helpers)
+        self._reserve()
 
     def stage_lazily(self, staged: Staged, flat: FlatState) -> LazyStaging:
         """As `stage`, in another thread, and before the next step of any optimizer."""
         specs = flat.structure.specs
-        return LazyStaging.start(staged.snapshot, specs, flat.data, flat.places, self._helpers)
+        staging = LazyStaging.start(staged.snapshot, specs, flat.data, flat.places, self._helpers)
+        self._reserve()
+        return staging
 
     def stage_beside(self, staged: Staged, flat: FlatState) -> Future[None]:
         """As `stage`, in another thread; the caller leaves the state as it is until that is done."""
         return self._helpers.submit(staged.snapshot.stage, flat.data, flat.places)
 
+    def _reserve(self) -> None:
+        """Take what the next snapshot of a new structure may need, beside the trainer."""
+        if self._to_reserve:
+            self._helpers.submit(self.memory.reserve, self._to_reserve)
+            self._to_reserve = []
+
     def close(self) -> None:
         """End the thread that helps to copy, and give the memory of snapshots back."""
         self._helpers.shutdown(wait=False)
-        self.memory.clear()
+        self.memory.close()
 
     def _prepare(
         self, structure: Structure, plan: tuple[PlannedChunk, ...], baseline: Baseline | None
@@ -185,7 +195,7 @@ class Contributor:
             if known.skip == skip:
                 return known
         made = Prepared.of(structure, plan, frame, skip)
-        self.memory.reserve([block.size for block in made.copies.blocks])
+        self._to_reserve = [block.size for block in made.copies.blocks]
         self._prepared = [made, *self._prepared[: PREPARED_KEPT - 1]]
         return made
 

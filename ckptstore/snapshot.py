@@ -127,7 +127,8 @@ class Snapshot:
         try:
             self._work(data)
         finally:
-            if helper is not None:
+            # It may not have begun: the thread may be busy with other memory, and there is nothing left to copy.
+            if helper is not None and not helper.cancel():
                 helper.exception()  # told in self._error
         if self._error is not None:
             raise self._error

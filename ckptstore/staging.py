@@ -65,6 +65,8 @@ class StagingMemory:
         self.limit_nbytes = limit_nbytes
         self._changed = threading.Condition()
         self._free: list[Block] = []
+        self._held: Counter[int] = Counter()  # blocks by size, free or not
+        self._closed = False
         self._counts = _Counts()
 
     @property
@@ -88,63 +90,95 @@ class StagingMemory:
         Waits until one is free within the limit; TimeoutError after `timeout_s`. `spare` blocks are there for writers
         even when snapshots hold all others.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, size = time.monotonic() + timeout_s, _size(nbytes)
         with self._changed:
             while True:
-                block = self._find(nbytes, spare)
+                block = self._reuse(size, spare)
                 if block is not None:
                     return block
+                if self._may_grow(size, spare):
+                    self._use(size, spare)
+                    self._grow(size)
+                    break
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise TimeoutError(
                         f"no staging memory after {timeout_s:g} s: {self._counts.nbytes_used} of "
                         f"{self.limit_nbytes} bytes are in use; the store may hang, or raise memory_budget="
                     )
-
-    def _find(self, nbytes: int, spare: bool) -> Block | None:
-        counts = self._counts
-        most = SPARE_BLOCKS * BLOCK_NBYTES if spare else self.limit_nbytes - SPARE_BLOCKS * BLOCK_NBYTES
-        size = _size(nbytes)
-        if counts.by_kind[spare] + size > most:
-            return None
-        fitting = [block for block in self._free if size <= block.nbytes <= max(4 * size, _SMALL)]
-        if fitting:
-            block = min(fitting, key=lambda each: each.nbytes)
-            if counts.by_kind[spare] + block.nbytes > most:
-                return None
-            self._free.remove(block)
-        else:
-            if counts.nbytes_used and counts.nbytes >= LIMIT_NBYTES_MIN and not hostmemory.is_left(size):
-                return None  # a block that comes back is better than a process that is killed
-            while self._free and counts.nbytes + size > self.limit_nbytes:
-                counts.nbytes -= self._free.pop(0).nbytes  # of a size that nobody wants now
-            block = self._made(size)
-        block.spare, block.users = spare, 1
-        counts.by_kind[spare] += block.nbytes
-        counts.nbytes_used += block.nbytes
-        return block
-
-    def _made(self, size: int) -> Block:
-        memory, counts = aligned(size), self._counts
-        memory[::_PAGE] = 0
-        counts.allocations += 1
-        counts.nbytes += size
-        counts.nbytes_most = max(counts.nbytes_most, counts.nbytes)
-        return Block(memory)
+        try:
+            return Block(_touched(size), spare=spare)
+        except BaseException:  # no memory, or an interrupt: the bytes are not held after all
+            with self._changed:
+                self._use(-size, spare)
+                self._grow(-size)
+            raise
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Have free blocks of these sizes as far as the limit and the machine allow; none of them is handed out.
+        """Hold blocks of these sizes, used ones included, as far as the limit and the machine allow.
 
-        So the first save of a structure pays for its memory, and no later one does, however fast it is written.
+        For a thread beside the trainer's: new memory is touched here, so that no later save of the structure takes
+        any, however fast it is staged. Ends early once the memory is closed.
         """
+        wanted = Counter(_size(nbytes) for nbytes in sizes)
         with self._changed:
-            wanted = Counter(_size(nbytes) for nbytes in sizes)
-            wanted.subtract(Counter(block.nbytes for block in self._free))
-            room = self.limit_nbytes - SPARE_BLOCKS * BLOCK_NBYTES
-            for size in sorted(wanted.elements(), reverse=True):
-                if self._counts.nbytes + size > room or not hostmemory.is_left(size):
-                    break
-                self._free.append(self._made(size))
+            wanted.subtract(self._held)  # those in use come back
+        for size in sorted(wanted.elements(), reverse=True):
+            with self._changed:
+                room = self.limit_nbytes - SPARE_BLOCKS * BLOCK_NBYTES
+                if self._closed or self._counts.nbytes + size > room or not hostmemory.is_left(size):
+                    return
+                self._grow(size)
+            try:
+                block = Block(_touched(size), users=0)
+            except BaseException:
+                with self._changed:
+                    self._grow(-size)
+                raise
+            with self._changed:
+                self._free.append(block)
+                self._changed.notify_all()
+
+    # -- with the lock held
+
+    def _most(self, spare: bool) -> int:
+        return SPARE_BLOCKS * BLOCK_NBYTES if spare else self.limit_nbytes - SPARE_BLOCKS * BLOCK_NBYTES
+
+    def _reuse(self, size: int, spare: bool) -> Block | None:
+        """The smallest free block that is not much too large, if its kind may have so much."""
+        room = self._most(spare) - self._counts.by_kind[spare]
+        fitting = [b for b in self._free if size <= b.nbytes <= min(max(4 * size, _SMALL), room)]
+        if not fitting:
+            return None
+        block = min(fitting, key=lambda each: each.nbytes)
+        self._free.remove(block)
+        block.spare, block.users = spare, 1
+        self._use(block.nbytes, spare)
+        return block
+
+    def _may_grow(self, size: int, spare: bool) -> bool:
+        counts = self._counts
+        if counts.by_kind[spare] + size > self._most(spare):
+            return False
+        if counts.nbytes_used and counts.nbytes >= LIMIT_NBYTES_MIN and not hostmemory.is_left(size):
+            return False  # a block that comes back is better than a process that is killed
+        while self._free and counts.nbytes + size > self.limit_nbytes:
+            self._grow(-self._free.pop(0).nbytes)  # of a size that nobody wants now
+        return counts.nbytes + size <= self.limit_nbytes
+
+    def _use(self, nbytes: int, spare: bool) -> None:
+        self._counts.by_kind[spare] += nbytes
+        self._counts.nbytes_used += nbytes
+        if nbytes < 0:
             self._changed.notify_all()
+
+    def _grow(self, nbytes: int) -> None:
+        counts = self._counts
+        self._held[abs(nbytes)] += 1 if nbytes > 0 else -1
+        counts.allocations += nbytes > 0
+        counts.nbytes += nbytes
+        counts.nbytes_most = max(counts.nbytes_most, counts.nbytes)
+
+    # -- what is handed out
 
     def hold(self, block: Block) -> None:
         """One more user of a block that somebody holds."""
@@ -156,16 +190,21 @@ class StagingMemory:
         with self._changed:
             block.users -= 1
             if not block.users:
-                self._counts.by_kind[block.spare] -= block.nbytes
-                self._counts.nbytes_used -= block.nbytes
                 self._free.append(block)
-                self._changed.notify_all()
+                self._use(-block.nbytes, block.spare)
 
-    def clear(self) -> None:
-        """Give the free blocks back to the system."""
+    def close(self) -> None:
+        """Give the free blocks back to the system, and reserve no more."""
         with self._changed:
-            self._counts.nbytes -= sum(block.nbytes for block in self._free)
-            self._free.clear()
+            self._closed = True
+            while self._free:
+                self._grow(-self._free.pop().nbytes)
+
+
+def _touched(size: int) -> npt.NDArray[np.uint8]:
+    memory = aligned(size)
+    memory[::_PAGE] = 0
+    return memory
 
 
 def _size(nbytes: int) -> int:

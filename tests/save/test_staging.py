@@ -36,6 +36,7 @@ from ckptstore import (
 )
 from ckptstore.contribution import Contributor
 from ckptstore.image import make_images
+from ckptstore.staging import StagingMemory
 from ckptstore.store import base, collected, local
 from ckptstore.store.memory import MemoryStore
 from ckptstore.stream import SegmentStream
@@ -181,6 +182,7 @@ def test_a_save_larger_than_the_budget_waits_for_the_writer_and_never_exceeds_it
         assert not call.done() and memory.nbytes <= budget
         slow.open.set()
         call.result(WAIT_S).result(WAIT_S)
+        ckpt._contributor._helpers.submit(int).result(WAIT_S)  # it has reserved what it may
         taken = memory.allocations
         for step in range(1, 4):
             for value in state.values():
@@ -198,6 +200,7 @@ def test_a_second_save_takes_no_new_memory_and_the_first_about_one_snapshot() ->
     with ckptstore.begin(new_url(), {"trainer": 1}) as inc, Checkpointer(inc, role="trainer", rank=0) as ckpt:
         ckpt.save(0, state).result(WAIT_S)
         memory = ckpt._contributor.memory
+        ckpt._contributor._helpers.submit(int).result(WAIT_S)
         taken, most = memory.allocations, memory.nbytes_most
         for step in range(1, 4):
             for value in state.values():
@@ -205,6 +208,35 @@ def test_a_second_save_takes_no_new_memory_and_the_first_about_one_snapshot() ->
             ckpt.save(step, state).result(WAIT_S)
         assert memory.allocations == taken and memory.nbytes_most == most
         assert most <= 1.05 * sum(value.nbytes for value in state.values()) + staging.BLOCK_NBYTES
+
+
+def test_memory_for_later_saves_is_taken_beside_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve, by, go_on = StagingMemory.reserve, list[str](), threading.Event()
+
+    def held(self: StagingMemory, sizes: Any) -> None:
+        by.append(threading.current_thread().name)
+        assert go_on.wait(WAIT_S)
+        reserve(self, sizes)
+
+    monkeypatch.setattr(StagingMemory, "reserve", held)
+    with ckptstore.begin(new_url(), {"trainer": 1}) as inc, Checkpointer(inc, role="trainer", rank=0) as ckpt:
+        ckpt.save(0, {"w": torch.ones(1 << 20)}).result(WAIT_S)
+        go_on.set()
+        ckpt._contributor._helpers.submit(int).result(WAIT_S)
+    assert len(by) == 1 and by[0].startswith("ckptstore-stage")
+
+
+def test_a_free_block_that_is_too_large_for_the_limit_hides_no_room() -> None:
+    memory, whole = StagingMemory(staging.LIMIT_NBYTES_MIN), staging.BLOCK_NBYTES
+    ordinary = staging.LIMIT_NBYTES_MIN // whole - staging.SPARE_BLOCKS
+    held = [memory.take(whole, timeout_s=0) for _ in range(ordinary - 1)]
+    held.append(memory.take(whole // 4, timeout_s=0))
+    memory.drop(memory.take(whole, timeout_s=0, spare=True))  # free, and more than snapshots may still have
+    held.append(memory.take(whole // 4, timeout_s=0))
+    assert [block.nbytes for block in held[-2:]] == [whole // 4] * 2
+    with pytest.raises(TimeoutError, match="memory_budget="):
+        memory.take(whole, timeout_s=0)
+    assert memory.nbytes <= staging.LIMIT_NBYTES_MIN
 
 
 def test_a_budget_that_is_too_small_is_refused() -> None:
