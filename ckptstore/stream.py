@@ -58,6 +58,7 @@ class SegmentStream:
             None  # memory and bytes of block 0, which waits for the header
         )
         self._writes: list[Future[None]] = []
+        self._failed: BaseException | None = None
 
     def append(self, piece: Piece) -> None:
         """The next bytes of the segment; they are not needed any more once their block has no other user."""
@@ -100,6 +101,8 @@ class SegmentStream:
 
     def _pass_on(self) -> None:
         """The current block is complete: write it, but keep the first until the header is known."""
+        if self._failed is not None:
+            raise self._failed  # the rest of the segment would be hashed for nothing
         block, number, nbytes = self._block, self._number, self._fill
         self._block, self._number, self._fill = None, number + 1, 0
         if block is None:
@@ -119,6 +122,9 @@ class SegmentStream:
         try:
             with self._meter.busy(nbytes):
                 self._upload.write(number, block.memory[:nbytes])
+        except BaseException as error:
+            self._failed = error
+            raise
         finally:
             self._memory.drop(block)
             self._under_way.release()

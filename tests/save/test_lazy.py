@@ -15,6 +15,7 @@ from torch import nn
 import ckptstore
 from ckptstore import Checkpointer, InvalidInputError
 from ckptstore.interop import torch_hook
+from ckptstore.lazy import LazyStaging
 from ckptstore.sources import Sources
 from tests.save.runs import WAIT_S, new_url
 
@@ -175,16 +176,32 @@ def test_what_does_not_count_its_changes_is_copied_at_the_call(gate: Gate) -> No
     assert read["steps"] == [1]
 
 
-def test_a_second_save_waits_until_the_first_is_copied(gate: Gate) -> None:
-    url, w = new_url(), torch.ones(4)
+def test_a_second_save_looks_at_other_memory_only_when_the_first_is_copied(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, order, look, wait = new_url(), list[str](), Sources.look, LazyStaging.wait
+
+    def looking(self: Sources, places: Any) -> None:
+        order.append("look")
+        look(self, places)
+
+    def waiting(self: LazyStaging, timeout_s: float | None = None) -> None:
+        wait(self, timeout_s)
+        order.append("copied")
+
+    monkeypatch.setattr(Sources, "look", looking)
+    monkeypatch.setattr(LazyStaging, "wait", waiting)
     with (
         ckptstore.begin(url, {"trainer": 1}) as inc,
         Checkpointer(inc, role="trainer", rank=0) as ckpt,
         ThreadPoolExecutor(1) as thread,
     ):
-        first = ckpt.save(1, {"w": w}, lazy=True)
+        first = ckpt.save(1, {"w": torch.ones(4)}, lazy=True)
         assert gate.reached.wait(WAIT_S)
-        second = thread.submit(ckpt.save, 2, {"w": w})
+        second = thread.submit(ckpt.save, 2, {"w": torch.zeros(4)})
         assert not first.done() and not second.done()
         gate.open.set()
         assert second.result(WAIT_S).result(WAIT_S).step == 2
+    assert order == ["look", "copied", "look"]
+    run = ckptstore.open(url)
+    assert run.read(1)["w"].tolist() == [1] * 4 and run.read(2)["w"].tolist() == [0] * 4

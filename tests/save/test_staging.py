@@ -136,6 +136,33 @@ def test_ranks_that_do_not_know_their_plan_yet_cut_it_out_of_whole_leaves() -> N
         assert torch.equal(read["w"], w + step) and torch.equal(read["odd"], odd.t())
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_a_header_is_not_laid_over_what_a_later_segment_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole leaves are staged by element size: `b` begins in the block where `a` ends, and its segment comes first."""
+    make = image.make_images
+    monkeypatch.setattr(
+        contribution,
+        "make_images",
+        lambda *args, **more: make(*args, **more) if "skip" in more else make(*args, segment_nbytes=BLOCK),
+    )
+    a, b = torch.arange(BLOCK // 4, dtype=torch.float32), torch.arange(BLOCK).to(torch.uint8)
+    states = [
+        {
+            "b": Sharded.dim0(b + rank, start=rank * BLOCK, size=2 * BLOCK),
+            "a": Sharded.dim0(a + rank, start=rank * len(a), size=2 * len(a)),
+        }
+        for rank in range(2)
+    ]
+    url = new_url()
+    with ckptstore.begin(url, {"trainer": 2}) as inc:
+        members = [Checkpointer(inc, role="trainer", rank=rank) for rank in range(2)]
+        save_all(members, 0, states)
+        for member in members:
+            member.close(WAIT_S)
+    read = ckptstore.open(url).read(0)
+    assert torch.equal(read["a"], torch.cat([a, a + 1])) and torch.equal(read["b"], torch.cat([b, b + 1]))
+
+
 # -- memory
 
 
@@ -269,23 +296,29 @@ def test_a_store_that_fails_in_the_middle_of_a_segment_gives_all_memory_back(
         write(self, number, *args)
 
     monkeypatch.setattr(SegmentStream, "_write", full)
-    state = {"w": torch.arange(20 * BLOCK // 4, dtype=torch.float32)}
+    state = {f"w{n}": torch.full((BLOCK // 4,), float(n)) for n in range(60)}
+
+    def step() -> None:
+        for value in state.values():
+            value.add_(1)
+
     with ckptstore.begin(url, {"trainer": 1}) as inc, Checkpointer(inc, role="trainer", rank=0) as ckpt:
         memory = ckpt._contributor.memory
         ckpt.save(0, state).result(WAIT_S)
         failing.set()
-        state["w"].add_(1)
+        step()
         handle = ckpt.save(1, state)
         with pytest.raises(StoreUnavailableError, match="full"):
             handle.result(WAIT_S)
         assert memory._counts.nbytes_used == 0
         failing.clear()
-        state["w"].add_(1)
+        step()
         assert ckpt.save(2, state).result(WAIT_S).step == 2
         assert memory._counts.nbytes_used == 0
     run = ckptstore.open(url)
     assert [info.step for info in run.checkpoints()] == [0, 2]
-    assert torch.equal(run.read(2)["w"], state["w"]) and torch.equal(run.read(0)["w"], state["w"] - 2)
+    for number, late in ((2, 0), (0, 2)):
+        assert all(torch.equal(v, state[name] - late) for name, v in run.read(number).items())
 
 
 def _refuse(*_: Any) -> None:
