@@ -115,7 +115,7 @@ def _params(row: dict[str, Any], config: dict[str, Any]) -> Iterator[Param]:
     found = re.search(r"\{i([^}]*)\}", row["name"])
     layers: list[int | None] = [None]
     if found:
-        kind, number = re.fullmatch(r"(<|>=|:ratio=|)(\d*)", found[1]).groups()  # type: ignore[union-attr]
+        kind, number = re.fullmatch(r"(<|>=|:ratio=|)(\d*)", found[1]).groups()  # type: ignore[union-attr]  # the pattern matches every text
         layers = [
             n
             for n, ratio in enumerate(ratios)

@@ -123,4 +123,4 @@ class HostMemory:
     def run(self, address: int, nbytes: int) -> Bytes:
         """One run, which is one of those or lies in it."""
         found: Any = self._array[address - self.low : address - self.low + nbytes]
-        return found  # type: ignore[no-any-return]
+        return found  # type: ignore[no-any-return]  # numpy types the view as Any

@@ -38,7 +38,7 @@ def whole_number(value: object, what: str, *, first: int | None = None) -> int:
     number = None
     if not isinstance(value, (bool, np.bool_)):
         with suppress(TypeError):
-            number = index(value)  # type: ignore[arg-type]
+            number = index(value)  # type: ignore[arg-type]  # index() itself asks whether it is a number
     if number is None or (first is not None and number < first):
         more = "" if first is None else f" from {first} up"
         raise InvalidInputError(

@@ -79,7 +79,7 @@ class Trainer:
             prompts, right = (torch.from_numpy(array[part]) for array in (task.prompt_tokens(rows), answers))
             mask = torch.from_numpy(task.answer_mask(answers)[part])
             chosen = policy.answer_log_probs(self.model, prompts, right)
-            (-(chosen * mask).sum() / count).backward()  # type: ignore[no-untyped-call]
+            (-(chosen * mask).sum() / count).backward()  # type: ignore[no-untyped-call]  # torch's backward has no types
             self.optimizer.reduce(torch.zeros(0))
             height = min(1.0, (index + 1) / RAMP_STEPS) * (1 - DECLINE * index / config.warm_up_steps)
             self.optimizer.apply(rate=config.warm_up_rate * height, clip_norm=config.clip_norm)
@@ -97,7 +97,7 @@ class Trainer:
         count = float(sum(int(task.answer_mask(group.completions).sum()) for group in groups))
         own = share(self.ranks.rank, self.ranks.size, len(groups))
         terms = self._objective(groups[own.start : own.stop])
-        (terms.loss / count).backward()  # type: ignore[no-untyped-call]
+        (terms.loss / count).backward()  # type: ignore[no-untyped-call]  # torch's backward has no types
         if on_computing is not None:
             on_computing()
         sums = self.optimizer.reduce(torch.stack([terms.loss.detach(), terms.kl, terms.ratio]))

@@ -36,7 +36,7 @@ def import_checkpoint(
     `options` go to StorageWriter.
     """
     state: dict[str, Any] = {}
-    everything = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    everything = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]  # torch's planner has no types
     _load_state_dict(state, storage_reader=FileSystemReader(folder), planner=everything, no_dist=True)
     wanted = step if step is not None else step_of(folder)
     with StorageWriter(url, step=wanted, role=role, **options) as writer:

@@ -96,12 +96,12 @@ class _Make:
         if isinstance(tiling, Grid):
             return self.array(tiling.box, tiling.step)
         layers = [self.tiling(tile) for tile in tiling.tiles]
-        return self.ts.overlay(layers, context=self.context)  # type: ignore[no-any-return]
+        return self.ts.overlay(layers, context=self.context)  # type: ignore[no-any-return]  # tensorstore has no types
 
     def array(self, box: Box, step: Shape | None) -> tensorstore.TensorStore:
         ts = self.ts
         layout = ts.ChunkLayout(grid_origin=box.offset, read_chunk_shape=step) if step else ts.ChunkLayout()
-        return ts.virtual_chunked(  # type: ignore[no-any-return]
+        return ts.virtual_chunked(  # type: ignore[no-any-return]  # tensorstore has no types
             self.read,
             dtype=self.dtype,
             domain=ts.IndexDomain(inclusive_min=box.offset, shape=box.shape),

@@ -132,16 +132,16 @@ class Together:
             body = torch.from_numpy(data).to(self._device)
             work += [dist.isend(body, dst=self._global(rank), group=self._group) for rank in batch.takers]
         for each in work:
-            each.wait()  # type: ignore[union-attr]
+            each.wait()  # type: ignore[union-attr]  # None only for ranks outside of the group
 
     def _receive(self, batch: Batch) -> Bytes | None:
         status = torch.zeros(1, dtype=torch.int64, device=self._device)
-        dist.irecv(status, src=self._global(batch.reader), group=self._group).wait()  # type: ignore[union-attr]
+        dist.irecv(status, src=self._global(batch.reader), group=self._group).wait()  # type: ignore[union-attr]  # None only for ranks outside of the group
         if not int(status):
             return None  # its reader says why; all learn of it in the end
         body = torch.empty(batch.nbytes, dtype=torch.uint8, device=self._device)
         if batch.nbytes:
-            dist.irecv(body, src=self._global(batch.reader), group=self._group).wait()  # type: ignore[union-attr]
+            dist.irecv(body, src=self._global(batch.reader), group=self._group).wait()  # type: ignore[union-attr]  # None only for ranks outside of the group
         return np.asarray(body.cpu().numpy())
 
     def _global(self, rank: int) -> int:

@@ -225,7 +225,7 @@ def _over_slices(mesh: Any, select: Sequence[Any]) -> torch.Tensor:
     names, own = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
     whole: torch.Tensor = root.mesh
     if root is mesh or not set(own) <= set(names):
-        return mesh.mesh[tuple(select)]  # type: ignore[no-any-return]
+        return mesh.mesh[tuple(select)]  # type: ignore[no-any-return]  # DeviceMesh has no types
     place: list[Any] = [slice(None)] * whole.dim()
     for name, at in zip(own, select, strict=True):
         place[names.index(name)] = at

@@ -179,7 +179,7 @@ def check_prefix(prefix: str) -> str:
 def byte_views(data: Buffer | Sequence[Buffer]) -> list[memoryview]:
     """The non-empty buffers of `data` as one-dimensional views of bytes, without a copy."""
     single = isinstance(data, bytes | bytearray | memoryview | np.ndarray)
-    return [view for buffer in ([data] if single else data) if (view := _byte_view(buffer)).nbytes]  # type: ignore[arg-type]
+    return [view for buffer in ([data] if single else data) if (view := _byte_view(buffer)).nbytes]  # type: ignore[arg-type]  # a single buffer is no sequence: mypy cannot tell
 
 
 def _byte_view(buffer: Buffer) -> memoryview:
@@ -191,7 +191,7 @@ def _byte_view(buffer: Buffer) -> memoryview:
     if view.format == "B" and view.ndim == 1:
         return view
     # numpy reinterprets element types that memoryview.cast does not know (complex numbers)
-    return memoryview(np.asarray(buffer).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    return memoryview(np.asarray(buffer).reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # numpy says so from Python 3.12 on
 
 
 def writable_views(targets: Sequence[Buffer]) -> list[memoryview]:

@@ -242,7 +242,7 @@ class Simulation:
                 else:
                     self._over.release()
 
-        thread.run = run  # type: ignore[method-assign]
+        thread.run = run  # type: ignore[method-assign]  # it is what a simulation replaces
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
@@ -258,12 +258,12 @@ class Simulation:
         def seeded_hex(nbytes: int | None = None) -> str:
             return token_hex(nbytes) if self._known() is None else self._ids.randbytes(nbytes or 32).hex()
 
-        threading.Thread.start = start_adopted  # type: ignore[method-assign,assignment]
+        threading.Thread.start = start_adopted  # type: ignore[method-assign,assignment]  # it is what a simulation replaces
         secrets.token_hex = seeded_hex
         try:
             yield
         finally:
-            threading.Thread.start = start  # type: ignore[method-assign]
+            threading.Thread.start = start  # type: ignore[method-assign]  # it is what a simulation replaces
             secrets.token_hex = token_hex
 
     # -- late requests

@@ -64,7 +64,7 @@ def test_the_evaluation_set_is_fixed_distinct_and_held_out() -> None:
 def test_a_setting_out_of_range_is_refused_by_name() -> None:
     for bad in ({"steps": 0}, {"seed": -1}, {"learning_rate": 0.0}, {"prompts": 30}, {"trainers": 9}):
         with pytest.raises(InvalidInputError):
-            DemoConfig(**bad)  # type: ignore[arg-type]
+            DemoConfig(**bad)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(InvalidInputError, match="speed"):
         DemoConfig.from_json({"speed": 1})
 
@@ -93,7 +93,7 @@ def _gradient(policy: list[float], advantage: float, reference: list[float] | No
         kl=0.5,
     )
     assert terms.kl >= 0
-    terms.loss.backward()  # type: ignore[no-untyped-call]
+    terms.loss.backward()  # type: ignore[no-untyped-call]  # torch's backward has no types
     assert log_probs.grad is not None
     return log_probs.grad[0]
 

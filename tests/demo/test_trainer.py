@@ -74,7 +74,7 @@ def gradients(rank: int, size: int) -> dict[str, Any]:
         seen["norm"] = np.array([trainer.optimizer._norm])
         return 0.0
 
-    trainer.optimizer.apply = look  # type: ignore[method-assign]
+    trainer.optimizer.apply = look  # type: ignore[method-assign]  # the fake of this test
     trainer.step(generated(SMALL, 0))
     return seen
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import (
     Shard,
     ShardedTensor,
-    init_from_local_shards,  # type: ignore[attr-defined]
+    init_from_local_shards,  # type: ignore[attr-defined]  # torch does not list it
 )
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -62,7 +62,7 @@ def fsdp(rank: int, worlds: dict[int, World], url: str) -> None:
     for step, size in enumerate((2, 3, 1)):
         if rank < size:
             world = worlds[size]
-            model, optimizer = make(world.mesh, seed=step)  # type: ignore[arg-type]
+            model, optimizer = make(world.mesh, seed=step)  # type: ignore[arg-type]  # the mesh is there on every rank
             if step:
                 state = world.load(parts(model, optimizer), StorageReader(url))
                 set_state_dict(
@@ -158,7 +158,7 @@ def failing(rank: int, world: World, url: str) -> None:
     else:
         raise AssertionError("the save of a broken rank passed")
     run = ckptstore.open(url)
-    assert run.latest().step == 1 and run.read()["w"].tolist() == [1.0] * 6  # type: ignore[union-attr]
+    assert run.latest().step == 1 and run.read()["w"].tolist() == [1.0] * 6  # type: ignore[union-attr]  # it was just saved
     assert [str(id) for id in run.catalog.history.fold.abandoned] == ["f0001/s00000002-000"]
     dist.barrier(world.group)
     world.save(state(2), writer)  # nothing is taken from what the ranks wrote for the save that failed

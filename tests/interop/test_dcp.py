@@ -239,7 +239,7 @@ def test_large_tensors_are_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> N
     url, tensor = new_url(), torch.arange(100.0).reshape(25, 4)
     save({"w": tensor, "t": tensor.t()}, StorageWriter(url))
     run = ckptstore.open(url)
-    assert len(run.catalog.index(run.latest().id).table) > 12  # type: ignore[union-attr]
+    assert len(run.catalog.index(run.latest().id).table) > 12  # type: ignore[union-attr]  # it was just saved
     assert bits(load({"w": torch.zeros(25, 4), "t": torch.zeros(4, 25)}, StorageReader(url))) == bits(
         {"w": tensor, "t": tensor.t()}
     )
@@ -304,7 +304,7 @@ def test_what_only_pickle_could_keep_is_refused_by_name_and_nothing_is_visible(v
 
 def test_a_planner_that_only_gives_pickled_bytes_may_save_tensors_alone() -> None:
     class Opaque(dcp.DefaultSavePlanner):
-        lookup_object = None  # type: ignore[assignment]
+        lookup_object = None  # type: ignore[assignment]  # the planner that lacks it is the case
 
         def resolve_data(self, write_item: Any) -> Any:
             return self.state_dict[write_item.index.fqn]

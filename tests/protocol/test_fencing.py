@@ -473,7 +473,7 @@ def test_steps_never_decrease_and_a_repeated_step_is_a_new_attempt() -> None:
 def test_the_number_of_a_save_is_taken_before_anything_can_fail() -> None:
     inner = MemoryStore(name="numbers")
     down = [False]
-    choose: Callable[[Call], Fault | None] = lambda call: "unavailable" if down[0] else None  # noqa: E731
+    choose: Callable[[Call], Fault | None] = lambda call: "unavailable" if down[0] else None  # noqa: E731  # a def would hide the one line
     store = FaultStore(inner, choose=choose)
     with mounted(store, "numbers") as url:
         inc = begin(url, {"trainer": 1}, clock=FakeClock())
@@ -494,7 +494,7 @@ def _parts(job: Job, inc: Incarnation, steps: tuple[int, ...]) -> None:
             ck._contributor.committer = None
             ck._life = 0
             handle = ck.save(step, job.state(step))
-            job.sim.spawn("patience", lambda handle=handle: job.sim.wait(handle._written.is_set))  # type: ignore[misc]
+            job.sim.spawn("patience", lambda handle=handle: job.sim.wait(handle._written.is_set))  # type: ignore[misc]  # mypy infers no lambda with a default
     job.sim.clock.sleep(5)
 
 

@@ -160,7 +160,7 @@ def test_unreadable_checkpoints_are_passed_over_with_a_reason() -> None:
 @pytest.mark.parametrize("resume", ["latest", "", -1, True, None])
 def test_other_requests_are_refused(resume: object) -> None:
     with pytest.raises(InvalidInputError, match="resume="):
-        choose_origin(History(), resume)  # type: ignore[arg-type]
+        choose_origin(History(), resume)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_lives_of_one_origin_are_counted_until_a_commit() -> None:

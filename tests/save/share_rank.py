@@ -73,7 +73,7 @@ def counted(folder_reads: list[int]) -> None:
         folder_reads.append(read.nbytes)
         real(self, read, *args)
 
-    Fetcher.read = fetch  # type: ignore[method-assign]
+    Fetcher.read = fetch  # type: ignore[method-assign]  # the fault of this test
 
 
 def together(url: str, rank: int, size: int) -> None:
@@ -120,7 +120,7 @@ def changed_on_the_way(url: str, rank: int, size: int) -> None:
             data[0] ^= 1
         return data
 
-    Together._receive = receive  # type: ignore[method-assign]
+    Together._receive = receive  # type: ignore[method-assign]  # the fault of this test
     ckpt = Checkpointer(begin(url, size), role="trainer", rank=rank)
     try:
         ckpt.restore(state_of(rank, size, blank=True), share=True)
@@ -129,7 +129,7 @@ def changed_on_the_way(url: str, rank: int, size: int) -> None:
         assert "arrived from rank" in str(error) if rank == 2 else error.ranks == (2,), error
     else:
         raise AssertionError("a batch was changed on its way to rank 2")
-    Together._receive = real  # type: ignore[method-assign]
+    Together._receive = real  # type: ignore[method-assign]  # the fault of this test
     dist.barrier()
 
 

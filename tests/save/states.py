@@ -256,4 +256,4 @@ def _fields(holder: Any) -> tuple[str, ...]:
     if isinstance(holder, Box):
         return ("inner",)
     wrappers = (Sharded, FlatShard, HeldBy, ExpertParallel, PerRank, Frozen)
-    return tuple(type(holder).__slots__) if isinstance(holder, wrappers) else ()  # type: ignore[attr-defined]
+    return tuple(type(holder).__slots__) if isinstance(holder, wrappers) else ()  # type: ignore[attr-defined]  # every wrapper has slots

@@ -266,12 +266,12 @@ def test_shards_that_say_the_same_in_other_ways_cost_no_walk() -> None:
     bucket = torch.ones(8)
     state: dict[str, Any] = {"a": FlatShard(bucket, global_shape=(80, 40), start=300, replicas=(0, 1))}
     for shape, start, replicas in (([80, 40], 300, [1, 0]), ((80, np.int64(40)), np.int64(300), (0, 1, 1))):
-        other = FlatShard(bucket, global_shape=shape, start=start, replicas=replicas)  # type: ignore[arg-type]
+        other = FlatShard(bucket, global_shape=shape, start=start, replicas=replicas)  # type: ignore[arg-type]  # wrong on purpose, or no tuple
         before, after = again(state, partial(state.update, a=other))
         assert after.structure is before.structure
     known = Known()
     flatten({"a": FlatShard(bucket, global_shape=(8, 4), start=0)}, role="trainer", rank=0, known=known)
-    wrong = {"a": FlatShard(bucket, global_shape=(8.0, 4), start=0)}  # type: ignore[arg-type]
+    wrong = {"a": FlatShard(bucket, global_shape=(8.0, 4), start=0)}  # type: ignore[arg-type]  # wrong on purpose, or no tuple
     check_equal(result(wrong, known), result(wrong, None))
 
 

@@ -90,7 +90,7 @@ def test_written_returns_while_other_members_are_missing() -> None:
         handle.written(WAIT_S)
         with pytest.raises(TimeoutError, match="still being saved"):
             handle.result(0)
-        assert ckptstore.open(inc.url).latest().step == 1  # type: ignore[union-attr]
+        assert ckptstore.open(inc.url).latest().step == 1  # type: ignore[union-attr]  # it was just saved
         members[1].save(2, {"w": torch.ones(2)}).result(WAIT_S)
         assert handle.result(WAIT_S).step == 2
 

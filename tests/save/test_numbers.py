@@ -52,7 +52,7 @@ def test_ints_of_numpy_and_torch_are_ints(number: Any) -> None:
         handles = [m.save(number, {"w": torch.zeros(1)}, policy_version=number) for m in members]
         assert [handle.result(WAIT_S).publication for handle in handles] == [(3, None)] * 3
     ckptstore.begin(url, {"trainer": 1}, resume=number).close()
-    assert type(ckptstore.open(url).latest().step) is int  # type: ignore[union-attr]
+    assert type(ckptstore.open(url).latest().step) is int  # type: ignore[union-attr]  # it was just saved
     assert set(ckptstore.open(url).read(number)) == {"w"}
 
 
@@ -83,7 +83,7 @@ def test_a_save_whose_version_is_no_int_on_one_rank_is_given_up_on_all() -> None
         members = [Checkpointer(inc, role="trainer", rank=rank) for rank in range(2)]
         handle = members[0].save(1, {"w": torch.zeros(1)}, policy_version=1)
         with pytest.raises(InvalidInputError, match="policy_version"):
-            members[1].save(1, {"w": torch.zeros(1)}, policy_version="1")  # type: ignore[arg-type]
+            members[1].save(1, {"w": torch.zeros(1)}, policy_version="1")  # type: ignore[arg-type]  # wrong on purpose
         with pytest.raises(IncompleteSaveError, match="policy_version"):
             handle.result(WAIT_S)
     save(url, {"w": torch.zeros(1)}, step=2)

@@ -182,7 +182,7 @@ def test_a_cut_of_the_step_that_publishes_never_names_the_abandoned_publication(
     with ckptstore.begin(url, {"trainer": 2}) as inc:
         Publisher(inc, role="trainer", rank=0).reannounce()
         cut(inc, 2, 2)
-    assert ckptstore.open(url).latest().publication == (2, None)  # type: ignore[union-attr]
+    assert ckptstore.open(url).latest().publication == (2, None)  # type: ignore[union-attr]  # it was just saved
     with ckptstore.begin(url, {"trainer": 2}) as inc:
         members = publishers(inc)
         assert members[0].reannounce() is None and members[0].due() == 2

@@ -80,8 +80,8 @@ UNSAVABLE: dict[str, Callable[[], Any]] = {
     "shard outside": lambda: Sharded(torch.ones(3, 2), global_shape=(4, 2), offset=(2, 0)),
     "shard of other rank": lambda: Sharded(torch.ones(3), global_shape=(4, 2), offset=(0, 0)),
     "negative offset": lambda: Sharded(torch.ones(3), global_shape=(4,), offset=(-1,)),
-    "fractional offset": lambda: Sharded(torch.ones(3), global_shape=(4,), offset=(0.5,)),  # type: ignore[arg-type]
-    "shard of array": lambda: Sharded(np.ones(3), global_shape=(4,), offset=(0,)),  # type: ignore[arg-type]
+    "fractional offset": lambda: Sharded(torch.ones(3), global_shape=(4,), offset=(0.5,)),  # type: ignore[arg-type]  # wrong on purpose
+    "shard of array": lambda: Sharded(np.ones(3), global_shape=(4,), offset=(0,)),  # type: ignore[arg-type]  # wrong on purpose
     "shard per rank": lambda: PerRank(Sharded.dim0(torch.ones(1), start=0, size=1)),
     "unlike shards": lambda: [
         Sharded(torch.ones(2), global_shape=(4,), offset=(0,)),
@@ -130,7 +130,7 @@ def test_states_that_are_refused_as_a_whole() -> None:
             ({"w": torch.ones(0), "": {"": {"w": torch.ones(0)}}}, "both named w"),
         ):
             with pytest.raises(InvalidInputError, match=told):
-                ckpt.save(1, state)  # type: ignore[arg-type]
+                ckpt.save(1, state)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_ranks_that_hold_unlike_tensors_are_told_the_name() -> None:

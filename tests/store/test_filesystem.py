@@ -26,7 +26,7 @@ from ckptstore.testing.conformance import StoreConformance
 from tests.store.lossy import LossyProxy
 
 
-class HonestFileSystem(MemoryFileSystem):  # type: ignore[misc]
+class HonestFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
     """fsspec's memory with an exclusive create that one lock decides, as a server does."""
 
     protocol = "honest"

@@ -63,7 +63,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def uploads(store: Store) -> list[Any]:
     """Those that were begun and neither completed nor dropped."""
-    client: Any = store._client  # type: ignore[attr-defined]
+    client: Any = store._client  # type: ignore[attr-defined]  # only the S3 store has a client
     found = client._requests.list_multipart_uploads(Bucket=BUCKET, Prefix=client._prefix)
     return list(found.get("Uploads", ()))
 
@@ -367,7 +367,7 @@ def answering(status: int, code: str) -> Iterator[tuple[str, list[str]]]:
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer  # noqa: N815
+        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer  # noqa: N815  # the names that http.server calls
 
         def log_message(self, *_: object) -> None: ...
 
