@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import mmap
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
 from ckptstore.bench.states import Bytes
+from ckptstore.store.direct import aligned
 
 PAGE = 2 << 20
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -21,25 +19,9 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 def take(nbytes: int) -> Bytes:
     """Memory that is touched, aligned for direct I/O, and in huge pages where the kernel grants them."""
-    region = mmap.mmap(-1, max(-(-nbytes // PAGE) * PAGE, PAGE))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(region, np.uint8)
+    memory = aligned(max(-(-nbytes // PAGE) * PAGE, PAGE))
     memory[::4096] = 1
     return memory
-
-
-def available_nbytes() -> int:
-    """Bytes that this process may still take without harm: of the machine, and of its control group."""
-    free = _field("/proc/meminfo", "MemAvailable:")
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        reclaimable = dict(
-            line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-        )
-        free = min(free, limit - used + int(reclaimable.get("file", 0)))
-    return free
 
 
 def _field(path: str, name: str) -> int:

@@ -22,11 +22,12 @@ from ckptstore.bench import disk, limits
 from ckptstore.bench.contestants import Contestant, Ours
 from ckptstore.bench.figures import LOCAL, NO_SAVE, OURS, REMOTE, BenchResult, Entrant, Limit, Series
 from ckptstore.bench.loops import LOOPS, Nothing, lost_to, normal_step_s, running
-from ckptstore.bench.memory import available_nbytes, take
+from ckptstore.bench.memory import take
 from ckptstore.bench.options import BenchOptions, check_room
 from ckptstore.bench.peers import PEERS, quiet
 from ckptstore.bench.states import State, blank_like, make, packed_nbytes
 from ckptstore.bench.turn import Turn, check
+from ckptstore.hostmemory import available_nbytes
 
 Progress = Callable[[int, int, str], None]
 TRIAL_NBYTES = 1 << 20
