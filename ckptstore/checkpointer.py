@@ -260,6 +260,7 @@ class Checkpointer:
                 phase=lambda name: self._tell(name, handle.step),
                 stop=self._stopping.is_set,
                 written=written,
+                reserve=True,
             )
             info = checkpoint_info(self._journal.history, handle.attempt)
         except BaseException as error:
@@ -365,6 +366,7 @@ class Checkpointer:
         """Wait for the save in flight and raise its failure; end the thread. Safe to call twice."""
         if self._closed:
             return
+        self._contributor.memory.stop_reserving()
         try:
             self._settle_previous(timeout_s)
         finally:

@@ -28,7 +28,7 @@ from ckptstore.errors import (
 )
 from ckptstore.exchange import Agreed, Exchange
 from ckptstore.hostmemory import default_budget_nbytes
-from ckptstore.image import make_images
+from ckptstore.image import Image, make_images
 from ckptstore.incarnation import Token
 from ckptstore.journal import Journal
 from ckptstore.lazy import LazyStaging
@@ -37,7 +37,7 @@ from ckptstore.outcome import abandon_reason, abandoned, fenced
 from ckptstore.plan.encode import NOTHING_ENCODED, CodecRules
 from ckptstore.plan.save import PlannedChunk
 from ckptstore.replicaset import ReplicaSet
-from ckptstore.snapshot import CopyPlan, Snapshot, SnapshotChunks, whole_leaves
+from ckptstore.snapshot import CopyPlan, Snapshot, SnapshotChunks, block_sizes, whole_leaves
 from ckptstore.staging import LIMIT_NBYTES_MIN, SPARE_BLOCKS, StagingMemory
 from ckptstore.state import Known, flatten
 from ckptstore.store.base import BLOCK_NBYTES, Store
@@ -119,7 +119,7 @@ class Contributor:
         self._digester = Digester(member.rank) if check_replicas else None
         self._known = Known()
         self._prepared: list[Prepared] = []
-        self._to_reserve: list[int] = []
+        self._reserved: tuple[Image, ...] = ()
 
     # -- on the caller's thread
 
@@ -157,24 +157,15 @@ class Contributor:
     def stage(self, staged: Staged, flat: FlatState) -> None:
         """Copy what this member will write; the caller may change its tensors as soon as this returns."""
         staged.snapshot.stage(flat.data, flat.places, self._helpers)
-        self._reserve()
 
     def stage_lazily(self, staged: Staged, flat: FlatState) -> LazyStaging:
         """As `stage`, in another thread, and before the next step of any optimizer."""
         specs = flat.structure.specs
-        staging = LazyStaging.start(staged.snapshot, specs, flat.data, flat.places, self._helpers)
-        self._reserve()
-        return staging
+        return LazyStaging.start(staged.snapshot, specs, flat.data, flat.places, self._helpers)
 
     def stage_beside(self, staged: Staged, flat: FlatState) -> Future[None]:
         """As `stage`, in another thread; the caller leaves the state as it is until that is done."""
         return self._helpers.submit(staged.snapshot.stage, flat.data, flat.places)
-
-    def _reserve(self) -> None:
-        """Take what the next snapshot of a new structure may need, beside the trainer."""
-        if self._to_reserve:
-            self._helpers.submit(self.memory.reserve, self._to_reserve)
-            self._to_reserve = []
 
     def close(self) -> None:
         """End the thread that helps to copy, and give the memory of snapshots back."""
@@ -195,7 +186,6 @@ class Contributor:
             if known.skip == skip:
                 return known
         made = Prepared.of(structure, plan, frame, skip)
-        self._to_reserve = [block.size for block in made.copies.blocks]
         self._prepared = [made, *self._prepared[: PREPARED_KEPT - 1]]
         return made
 
@@ -221,10 +211,12 @@ class Contributor:
         phase: Callable[[str], None],
         stop: Callable[[], bool],
         written: Callable[[], None],
+        reserve: bool = False,
     ) -> Baseline:
         """Write the part (then call `written`) and return once the attempt is committed in the journal.
 
         The result has the part's chunks, for the next save to refer to. The snapshot is given back in any case.
+        With `reserve` this also takes what memory the next snapshot of the plan needs and this one did not.
 
         Raises what `Committer.run` raises, FencedError, and TimeoutError while the attempt is still open.
         """
@@ -264,6 +256,10 @@ class Contributor:
             self._distrust()  # perhaps the layouts were not the same: all ranks exchange them again
             raise
         phase("committed")
+        if reserve and self._reserved is not source.images:
+            # Blocks went round while the writer kept up; a faster trainer or a slower store needs one for each.
+            self.memory.reserve([nbytes for image in source.images for nbytes in block_sizes(image)])
+            self._reserved = source.images
         return Baseline.of(attempt, part.table, part.segments, source.frame)
 
     def _distrust(self) -> None:

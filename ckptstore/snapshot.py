@@ -58,8 +58,13 @@ class CopyPlan:
         return sum(block.size for block in self.blocks)
 
 
+def block_sizes(image: Image) -> list[int]:
+    """Bytes of each block that an image is staged in."""
+    return [min(BLOCK_NBYTES, image.nbytes - at) for at in range(0, image.nbytes, BLOCK_NBYTES)]
+
+
 def _blocks(structure: Structure, plan: Sequence[PlannedChunk], image: Image) -> list[BlockCopies]:
-    sizes = [min(BLOCK_NBYTES, image.nbytes - at) for at in range(0, image.nbytes, BLOCK_NBYTES)]
+    sizes = block_sizes(image)
     columns = [(list[int](), list[int](), list[int](), list[int]()) for _ in sizes]
     for chunk, at, left in zip(image.chunks, image.starts, image.sizes, strict=True):
         planned = plan[chunk]

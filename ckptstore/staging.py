@@ -66,7 +66,7 @@ class StagingMemory:
         self._changed = threading.Condition()
         self._free: list[Block] = []
         self._held: Counter[int] = Counter()  # blocks by size, free or not
-        self._closed = False
+        self._reserves = True
         self._counts = _Counts()
 
     @property
@@ -117,7 +117,7 @@ class StagingMemory:
         """Hold blocks of these sizes, used ones included, as far as the limit and the machine allow.
 
         For a thread beside the trainer's: new memory is touched here, so that no later save of the structure takes
-        any, however fast it is staged. Ends early once the memory is closed.
+        any, however fast it is staged. Ends early after `stop_reserving`.
         """
         wanted = Counter(_size(nbytes) for nbytes in sizes)
         with self._changed:
@@ -125,15 +125,15 @@ class StagingMemory:
         for size in sorted(wanted.elements(), reverse=True):
             with self._changed:
                 room = self.limit_nbytes - SPARE_BLOCKS * BLOCK_NBYTES
-                if self._closed or self._counts.nbytes + size > room or not hostmemory.is_left(size):
+                if not self._reserves or self._counts.nbytes + size > room or not hostmemory.is_left(size):
                     return
                 self._grow(size)
             try:
                 block = Block(_touched(size), users=0)
-            except BaseException:
+            except (MemoryError, OSError):  # the system has no more: then saves wait for the writer
                 with self._changed:
                     self._grow(-size)
-                raise
+                return
             with self._changed:
                 self._free.append(block)
                 self._changed.notify_all()
@@ -193,10 +193,14 @@ class StagingMemory:
                 self._free.append(block)
                 self._use(-block.nbytes, block.spare)
 
+    def stop_reserving(self) -> None:
+        """No more saves will come."""
+        self._reserves = False
+
     def close(self) -> None:
         """Give the free blocks back to the system, and reserve no more."""
+        self.stop_reserving()
         with self._changed:
-            self._closed = True
             while self._free:
                 self._grow(-self._free.pop().nbytes)
 
