@@ -87,6 +87,7 @@ def checkpoint_info(history: History, id: AttemptId) -> CheckpointInfo:
         nbytes=int(counters.get("nbytes", 0)),
         nbytes_written=int(counters.get("nbytes_written", 0)),
         nbytes_reused=int(counters.get("nbytes_reused", 0)),
+        nbytes_saved=counters.get("nbytes_saved"),
         roles=dict(counters.get("roles", {})),
         publication=commit.publication,
         status=history.status(id),

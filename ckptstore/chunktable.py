@@ -78,6 +78,11 @@ class ChunkTable:
         """Bytes of each chunk's elements: what decoding gives."""
         return np.asarray(self.shape.prod(axis=1) * self.tensors.itemsizes[self.tensor])
 
+    @property
+    def nbytes_saved(self) -> int:
+        """By how many bytes the chunks' elements exceed what is stored of them."""
+        return int(self.sizes.sum()) - int(self.nbytes.sum())
+
     def spec(self, row: int) -> TensorSpec:
         return self.tensors[int(self.tensor[row])]
 

@@ -263,6 +263,7 @@ class Committer:
         version = parts[self.members[0]].part.policy_version
         counters = {
             "nbytes": int(index.table.nbytes.sum()),
+            "nbytes_saved": index.table.nbytes_saved,
             "nbytes_written": sum(r.part.nbytes_written for r in parts.values()),
             "nbytes_reused": sum(r.part.nbytes_reused for r in parts.values()),
             "roles": {

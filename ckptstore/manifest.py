@@ -277,7 +277,12 @@ class Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """One committed checkpoint, as lists show it. `status` is ok, abandoned (left behind by a rollback) or bad."""
+    """One committed checkpoint, as lists show it. `status` is ok, abandoned (left behind by a rollback) or bad.
+
+    `nbytes` are stored, of all its chunks: those written for it (`nbytes_written`) and those that lay in an earlier
+    checkpoint (`nbytes_reused`). `nbytes_saved` is what their encoding spares, so that written + reused + saved are the
+    bytes of all its tensors; None in what was committed before it was counted.
+    """
 
     id: AttemptId
     step: int
@@ -287,6 +292,7 @@ class CheckpointInfo:
     nbytes: int
     nbytes_written: int
     nbytes_reused: int
+    nbytes_saved: int | None
     roles: Mapping[str, int]
     publication: tuple[int, str | None] | None
     status: str

@@ -156,10 +156,13 @@ def _body_to_json(body: Body) -> dict[str, Any]:
             return {"state": body.state}
 
 
+_COUNTED = ("nbytes", "nbytes_written", "nbytes_reused", "nbytes_saved")
+
+
 def _counters_from_json(value: Any) -> dict[str, Any]:
     """What a commit counted: whole numbers, and ranks by role. Others may come later."""
     told = dict(value)
-    told |= {name: int(told[name]) for name in ("nbytes", "nbytes_written", "nbytes_reused") if name in told}
+    told |= {name: int(told[name]) for name in _COUNTED if name in told}
     if "roles" in told:
         told["roles"] = {str(role): int(size) for role, size in told["roles"].items()}
     return told

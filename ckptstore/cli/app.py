@@ -52,7 +52,8 @@ def _ls(url: Url, as_json: Json = False) -> int:
 
     STATE is ok, abandoned (left behind by a rollback: nothing restores it) or bad (marked after a damaged
     read). PUB is the number of the weights' publication in force. REUSED bytes were referenced from earlier
-    checkpoints instead of written. Exit code 1: there are checkpoints, and none can be restored.
+    checkpoints instead of written, SAVED bytes were spared by encoding: with WRITTEN they are the bytes of all
+    tensors. Exit code 1: there are checkpoints, and none can be restored.
 
     \b
     Examples:

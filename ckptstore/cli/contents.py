@@ -46,7 +46,10 @@ def contents(
     told: dict[str, Any] = {
         "url": run.url,
         "run": run.id,
-        "checkpoint": checkpoint_json(history, checkpoint_info(history, id)),
+        "checkpoint": {
+            **checkpoint_json(history, checkpoint_info(history, id)),
+            "nbytes_saved": index.table.nbytes_saved,  # also where the journal does not have it
+        },
         "roles": [_role(name, index, [p for _, p in parts if p.member.role == name]) for name in shown],
     }
     if not names:
@@ -128,6 +131,7 @@ def _part(key: str, nbytes: int, part: Part) -> dict[str, Any]:
         "segments": len(part.segments),
         "nbytes_written": part.nbytes_written,
         "nbytes_reused": part.nbytes_reused,
+        "nbytes_saved": part.table.nbytes_saved,
     }
 
 

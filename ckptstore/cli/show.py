@@ -86,10 +86,7 @@ def _head(told: Mapping[str, Any]) -> list[str]:
                 ("committed", each["committed_at"]),
                 ("state", state),
                 ("size", f"{size_text(each['nbytes'])} in {parts}"),
-                (
-                    "written",
-                    f"{size_text(each['nbytes_written'])}, reused {size_text(each['nbytes_reused'])}",
-                ),
+                ("written", _written_text(each)),
                 *_restore_cost(told["roles"]),
                 ("roles", roles_text(each["roles"])),
                 ("publication", published),
@@ -98,6 +95,12 @@ def _head(told: Mapping[str, Any]) -> list[str]:
         ),
         "",
     ]
+
+
+def _written_text(each: Mapping[str, Any]) -> str:
+    """What became of the bytes of all tensors: the three are their sum."""
+    written, reused, saved = (size_text(each[f"nbytes_{name}"]) for name in ("written", "reused", "saved"))
+    return f"{written}, reused {reused}, saved {saved} by encoding"
 
 
 def _fences(fences: Rows) -> list[str]:
@@ -183,6 +186,7 @@ def _parts(parts: Rows) -> list[str]:
         Column(title="MEMBER"),
         Column(title="WRITTEN", right=True),
         Column(title="REUSED", right=True),
+        Column(title="SAVED", right=True),
         Column(title="CHUNKS", right=True),
         Column(title="SEGMENTS", right=True),
         Column(title="PART", right=True),
@@ -193,6 +197,7 @@ def _parts(parts: Rows) -> list[str]:
             each["member"],
             size_text(each["nbytes_written"]),
             size_text(each["nbytes_reused"]),
+            size_text(each["nbytes_saved"]),
             f"{each['chunks']:,}",
             str(each["segments"]),
             size_text(each["nbytes"]),

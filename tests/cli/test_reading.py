@@ -56,6 +56,7 @@ def test_ls_tells_the_same_to_a_person(run_url: str) -> None:
             size_text(c["nbytes"]),
             size_text(c["nbytes_written"]),
             size_text(c["nbytes_reused"]),
+            size_text(c["nbytes_saved"]),
             "-",
             c["status"],
             c["id"],

@@ -106,6 +106,7 @@ def test_a_commit_whose_teller_died_is_a_commit() -> None:
         nbytes=120,
         nbytes_written=100,
         nbytes_reused=20,
+        nbytes_saved=0,
         roles={"trainer": 2},
         publication=None,
         status="abandoned",
