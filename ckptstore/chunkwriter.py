@@ -20,6 +20,7 @@ import xxhash
 from ckptstore.baseline import Baseline
 from ckptstore.chunkbase import ChunkBase
 from ckptstore.chunktable import DELTAS, RAW, ChunkTable, TableFrame
+from ckptstore.clock import Clock
 from ckptstore.encoder import Bytes, Encoder, Form, Start
 from ckptstore.errors import IncompleteSaveError
 from ckptstore.image import Image
@@ -30,6 +31,7 @@ from ckptstore.staging import StagingMemory
 from ckptstore.store.base import Store
 from ckptstore.stream import SegmentStream
 from ckptstore.wire import digest_of
+from ckptstore.writelog import WriteLog
 
 WRITERS: Final = 4  # threads; one alone leaves the device idle between its calls
 FINISHERS: Final = 2
@@ -121,6 +123,7 @@ class ChunkWriting:
         attempt: AttemptId,
         source: ChunkSource,
         baseline: Baseline | None,
+        clock: Clock,
     ) -> None:
         self.store, self.member, self.memory = store, member, memory
         self.rewrite_every, self.rebase_every = rewrite_every, rebase_every
@@ -131,6 +134,7 @@ class ChunkWriting:
         self.known = baseline.rows(source.frame) if baseline is not None else [-1] * len(source.frame.specs)
         self.columns = _Columns(len(source.frame.specs))
         self.nbytes_written = self.nbytes_reused = 0
+        self.log = WriteLog(clock, None if encoder is None else encoder.meter)
         self.under_way = BoundedSemaphore(UNDER_WAY)
         self._name, self._count = new_id(), 0
         self._open: dict[bool, _Open] = {}  # by whether its chunks are encoded
@@ -286,7 +290,7 @@ class ChunkWriting:
             memory=self.memory,
             writers=writers,
             under_way=self.under_way,
-            meter=None if self.encoder is None else self.encoder.meter,
+            log=self.log,
         )
 
 

@@ -113,6 +113,7 @@ class Contributor:
             member=member,
             memory=self.memory,
             rebase_every=codec.rebase_every,
+            clock=journal.clock,
             encoder=None if codec.is_raw else Encoder(rules=codec, store=store, bases_nbytes=bases),
         )
         self._helpers = ThreadPoolExecutor(1, thread_name_prefix=f"ckptstore-stage-{member.file}")

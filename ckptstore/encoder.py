@@ -86,6 +86,12 @@ class DeviceMeter:
                 if not self._flights:
                     self._busy_s += self._clock() - self._since
 
+    @property
+    def busy_s(self) -> float:
+        """Since the last speed was taken; what is under way is not in it yet."""
+        with self._lock:
+            return self._busy_s
+
     def settle(self) -> None:
         """Between two saves: take what was seen as the speed, if it was enough."""
         with self._lock:

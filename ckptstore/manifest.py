@@ -18,6 +18,7 @@ import numpy as np
 
 from ckptstore.chunktable import ChunkTable
 from ckptstore.errors import CorruptError, InvalidInputError
+from ckptstore.iorecord import IoRecord
 from ckptstore.replicaset import ReplicaSet
 
 FORMAT = 1
@@ -229,7 +230,7 @@ class Part:
     `state` is the tagged JSON skeleton of `state.py`. `segments` is closed: own and reused ones. `planned`
     counts the chunks of the plan; a part with fewer rows lost one. `replicas` are the digests of what is held
     together with other ranks, or None where none were taken. `refused` is the reason of a member
-    that cannot contribute (protocol R12), or None.
+    that cannot contribute (protocol R12), or None. `io` is how its own segments were written, None if not recorded.
     """
 
     run: str
@@ -247,6 +248,7 @@ class Part:
     refused: str | None
     table: ChunkTable
     replicas: tuple[ReplicaSet, ...] | None = None
+    io: IoRecord | None = None
 
     @property
     def step(self) -> int:

@@ -15,11 +15,11 @@ from typing import Final
 
 import numpy as np
 
-from ckptstore.encoder import DeviceMeter
 from ckptstore.errors import AlreadyExistsError, InternalError, OutcomeUnknownError
 from ckptstore.snapshot import Piece
 from ckptstore.staging import Block, StagingMemory
 from ckptstore.store.base import BLOCK_NBYTES, Store, Upload
+from ckptstore.writelog import WriteLog
 
 FINISH_TRIES: Final = 8
 SPARE_TIMEOUT_S: Final = 600.0
@@ -42,7 +42,7 @@ class SegmentStream:
         memory: StagingMemory,
         writers: Executor,
         under_way: BoundedSemaphore,
-        meter: DeviceMeter | None = None,
+        log: WriteLog,
     ) -> None:
         self.key = key
         self.nbytes = header_nbytes  # so far
@@ -50,7 +50,7 @@ class SegmentStream:
         self._memory = memory
         self._writers = writers
         self._under_way = under_way
-        self._meter = meter or DeviceMeter()
+        self._log = log
         self._upload: Upload = store.upload(key, nbytes_max)
         self._block: Block | None = None
         self._number, self._fill = 0, header_nbytes
@@ -120,7 +120,7 @@ class SegmentStream:
 
     def _write(self, number: int, block: Block, nbytes: int) -> None:
         try:
-            with self._meter.busy(nbytes):
+            with self._log.busy(nbytes):
                 self._upload.write(number, block.memory[:nbytes])
         except BaseException as error:
             self._failed = error
@@ -141,9 +141,10 @@ class SegmentStream:
             raise InternalError(f"{self.key} ends without its first block: report this")
         block, nbytes = self._first
         np.copyto(block.memory[: len(header)], np.frombuffer(header, np.uint8))
-        with self._meter.busy(nbytes):
+        with self._log.busy(nbytes):
             self._upload.write(0, block.memory[:nbytes])
             finish_own(self._store, self.key, lambda: self._upload.finish(self.nbytes))
+        self._log.note(self._upload.way, self.nbytes)
 
     def close(self) -> None:
         """Release what is held; what was not finished leaves nothing behind."""

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from ckptstore.chunktable import DIGEST_NBYTES, RAW, ChunkTable, compact_table
 from ckptstore.errors import CorruptError, UnsupportedFormatError
+from ckptstore.iorecord import IoRecord
 from ckptstore.manifest import FORMAT, AttemptId, Member, Part, SegmentRef, named_key
 from ckptstore.replicaset import ReplicaSet
 from ckptstore.soundness import check_table
@@ -49,6 +50,7 @@ def encode_part(part: Part) -> bytes:
         "nbytes_reused": part.nbytes_reused,
         "replicas": None if part.replicas is None else [each.to_json() for each in part.replicas],
         "refused": part.refused,
+        "io": None if part.io is None else part.io.to_json(),
     }
     tensors = table.tensors
     columns = {
@@ -87,6 +89,7 @@ def decode_part(data: bytes, what: str) -> Part:
             nbytes_reused=int(meta["nbytes_reused"]),
             refused=meta["refused"],
             replicas=_replicas_from_json(meta.get("replicas")),
+            io=None if meta.get("io") is None else IoRecord.from_json(meta["io"]),
             table=table,
         )
 

@@ -14,6 +14,7 @@ from ckptstore.baseline import Baseline
 from ckptstore.chunkbase import ChunkBase
 from ckptstore.chunktable import ChunkTable, TableFrame
 from ckptstore.chunkwriter import ChunkSource, ChunkWriting
+from ckptstore.clock import Clock, SystemClock
 from ckptstore.encoder import Encoder
 from ckptstore.errors import (
     AlreadyExistsError,
@@ -21,6 +22,7 @@ from ckptstore.errors import (
     OutcomeUnknownError,
     StoreUnavailableError,
 )
+from ckptstore.iorecord import IoRecord
 from ckptstore.journal import new_id
 from ckptstore.manifest import AttemptId, Member, Part, SegmentRef, part_key
 from ckptstore.plan.encode import REBASE_EVERY
@@ -46,6 +48,7 @@ class StoredChunks:
     segments: Sequence[SegmentRef]  # written
     nbytes_written: int
     nbytes_reused: int
+    io: IoRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,7 @@ class PartWriter:
     rewrite_every: int = REWRITE_EVERY
     rebase_every: int = REBASE_EVERY
     encoder: Encoder | None = None  # None: all chunks are raw
+    clock: Clock = field(default_factory=SystemClock)
 
     def write(
         self,
@@ -110,6 +114,7 @@ class PartWriter:
             attempt=attempt,
             source=source,
             baseline=baseline,
+            clock=self.clock,
         )
         segments = writing.run()
         columns, frame = writing.columns, source.frame
@@ -130,6 +135,7 @@ class PartWriter:
             segments=segments,
             nbytes_written=writing.nbytes_written,
             nbytes_reused=writing.nbytes_reused,
+            io=writing.log.record(),
         )
 
     def write_part(
@@ -164,6 +170,7 @@ class PartWriter:
             refused=None,
             table=stored.table,
             replicas=replicas,
+            io=stored.io,
         )
         self._create_part(part)
         return part

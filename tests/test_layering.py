@@ -21,7 +21,18 @@ MODULE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 60
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "tensor", "tensors", "layout", "outline", "chunkbase", "chunktable", "replicaset", "manifest"),
+    (
+        "errors",
+        "tensor",
+        "tensors",
+        "layout",
+        "outline",
+        "chunkbase",
+        "chunktable",
+        "replicaset",
+        "iorecord",
+        "manifest",
+    ),
     (
         *(
             "plan",
@@ -100,7 +111,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "outcome",
         "baseline",
-        *("encoder", "stream", "chunkwriter", "writer"),
+        *("encoder", "writelog", "stream", "chunkwriter", "writer"),
         *("decode", "fill", "fetch", "reader", "damage"),
         "interop.tensorstore",
         "tied",

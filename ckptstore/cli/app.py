@@ -78,6 +78,7 @@ def _show(
         list[str] | None,
         typer.Option(metavar="GLOB", help="List names like this, without the role; may be repeated."),
     ] = None,
+    io: Annotated[bool, typer.Option("--io", help="Also tell how each member wrote, and how fast.")] = False,
     as_json: Json = False,
 ) -> int:
     """Show what one checkpoint holds: roles, parts, tensors, values, publication, and how it came to be.
@@ -85,17 +86,21 @@ def _show(
     Tensors are summarised by prefix: a `*` in a name stands for all numbers there, and rows are the largest
     prefixes. --tensors and --names list them one by one, with the segments (numbered in their own table)
     that hold their bytes; --names alone leaves out fences and parts. Names are those of `run.read(names=...)`.
+    --io tells of the segments that each member wrote whether that was direct I/O, or why it was not.
 
     \b
     Examples:
       ckptstore show runs/7
       ckptstore show runs/7 --step 1200 --role trainer --tensors
       ckptstore show runs/7 --names 'model.layers.0.*' --names 'step'
+      ckptstore show runs/7 --io
       ckptstore show runs/7 --tensors --json | jq '.tensors[] | select(.dtype == "bfloat16") | .name'
     """
     from ckptstore.cli.show import show_checkpoint
 
-    return show_checkpoint(url, step=step, role=role, tensors=tensors, names=names or [], as_json=as_json)
+    return show_checkpoint(
+        url, step=step, role=role, tensors=tensors, names=names or [], io=io, as_json=as_json
+    )
 
 
 @app.command("diff", short_help="What differs between two checkpoints.")

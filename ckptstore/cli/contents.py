@@ -28,7 +28,14 @@ PREFIX_ROWS = 60  # of each role: a screen
 
 
 def contents(
-    run: Run, url: str, *, step: int | None, role: str | None, tensors: bool, names: Sequence[str]
+    run: Run,
+    url: str,
+    *,
+    step: int | None,
+    role: str | None,
+    tensors: bool,
+    names: Sequence[str],
+    io: bool = False,
 ) -> dict[str, Any]:
     """Everything that is known of one checkpoint. NoCheckpointError, NotFoundError (role), MissingTensorError
     (no name matches), CorruptError."""
@@ -55,6 +62,8 @@ def contents(
     if not names:
         told["fences"] = [_fence(history, fence, id) for fence in history.fold.fences]
         told["parts"] = [_part(ref.key, ref.nbytes, part) for ref, part in parts]
+    if io:
+        told["io"] = [_io(part) for _, part in parts]
     rows = [
         n
         for n, spec in enumerate(index.table.tensors)
@@ -133,6 +142,16 @@ def _part(key: str, nbytes: int, part: Part) -> dict[str, Any]:
         "nbytes_reused": part.nbytes_reused,
         "nbytes_saved": part.table.nbytes_saved,
     }
+
+
+def _io(part: Part) -> dict[str, Any]:
+    """How a member wrote; `written` is None where that was not recorded, `nbytes_per_s` where nothing says it."""
+    told: dict[str, Any] = {"member": str(part.member), "seconds": None, "nbytes": None, "nbytes_per_s": None}
+    if part.io is None:
+        return {**told, "written": None}
+    nbytes = sum(each.nbytes for each in part.io.written)
+    fast = nbytes / part.io.seconds if nbytes and part.io.seconds else None
+    return {**told, **part.io.to_json(), "nbytes": nbytes, "nbytes_per_s": fast}
 
 
 def _segments(index: Index, id: AttemptId, rows: Sequence[int]) -> list[dict[str, Any]]:

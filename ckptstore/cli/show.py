@@ -29,10 +29,17 @@ WIDEST_VALUE = 64
 
 
 def show_checkpoint(
-    url: str, *, step: int | None, role: str | None, tensors: bool, names: Sequence[str], as_json: bool
+    url: str,
+    *,
+    step: int | None,
+    role: str | None,
+    tensors: bool,
+    names: Sequence[str],
+    io: bool,
+    as_json: bool,
 ) -> int:
     """Print the contents of the checkpoint of `step`, or of the newest good one."""
-    told = contents(ckptstore.open(url), url, step=step, role=role, tensors=tensors, names=names)
+    told = contents(ckptstore.open(url), url, step=step, role=role, tensors=tensors, names=names, io=io)
     emit(told, lambda: lines(told, all_values=bool(names)), as_json=as_json)
     return FINE
 
@@ -42,6 +49,7 @@ def lines(told: Mapping[str, Any], *, all_values: bool) -> list[str]:
     found += _section("fences", _fences(told.get("fences", [])))
     found += _section("roles", _roles(told["roles"]))
     found += _section("parts", _parts(told.get("parts", [])))
+    found += _section("how segments were written", _io(told.get("io", [])))
     listed = "tensors" in told
     found += _section("segments", _segments(told["segments"], most=None if listed else MANY))
     if listed:
@@ -208,6 +216,32 @@ def _parts(parts: Rows) -> list[str]:
     if not rows:
         return []
     return [*table_lines(columns, rows, width=_width()), *_more(len(parts) - MANY, "--json")]
+
+
+def _io(members: Rows) -> list[str]:
+    """A line for each way in which a member wrote; the time is that of all its ways."""
+    columns = (
+        Column(title="MEMBER"),
+        Column(title="SEGMENTS", right=True),
+        Column(title="SIZE", right=True),
+        Column(title="SECONDS", right=True),
+        Column(title="GB/S", right=True),
+        Column(title="HOW"),
+    )
+    rows = []
+    for each in members:
+        if not each["written"]:
+            rows.append(
+                [each["member"], "-", "-", "-", "-", "not recorded" if each["written"] is None else "nothing"]
+            )
+            continue
+        fast = each["nbytes_per_s"]
+        took = [f"{each['seconds']:.3f}", "-" if fast is None else f"{fast / 1e9:.2f}"]
+        for n, one in enumerate(each["written"]):
+            how = one["way"] if one["reason"] is None else f"{one['way']}: {one['reason']}"
+            head, times = (each["member"], took) if n == 0 else ("", ["", ""])
+            rows.append([head, f"{one['segments']:,}", size_text(one["nbytes"]), *times, how])
+    return table_lines(columns, rows, width=_width()) if rows else []
 
 
 def _more(count: int, how: str) -> list[str]:

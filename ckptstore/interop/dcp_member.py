@@ -89,7 +89,7 @@ class DcpMember:
         self.store = store
         self.journal = journal
         self._parsed = Token.parse(token)
-        self._writer = PartWriter(store=store, run=self._parsed.run, member=member)
+        self._writer = PartWriter(store=store, run=self._parsed.run, member=member, clock=journal.clock)
         self._baseline: Baseline | None = None
         self._stored: StoredChunks | None = None
         self._last: Part | None = None

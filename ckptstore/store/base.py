@@ -38,6 +38,17 @@ class ObjectInfo:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an upload's bytes go to the store: "direct" (past the page cache), "buffered", "parts", "whole" or "memory".
+
+    `reason` says why it is not in a better one, without what differs from object to object; None if there is none.
+    """
+
+    name: str
+    reason: str | None = None
+
+
 class Upload(Protocol):
     """One object in the making, by blocks of `BLOCK_NBYTES`; nothing of it shows before `finish`.
 
@@ -56,6 +67,10 @@ class Upload(Protocol):
 
         May be called again after OutcomeUnknownError and StoreUnavailableError.
         """
+
+    @property
+    def way(self) -> Way:
+        """How the blocks are written, as far as is known; final once `finish` has returned."""
 
     def abort(self) -> None:
         """Give up what was not finished, and release what is held. Never raises; may be called again."""

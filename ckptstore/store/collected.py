@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from ckptstore.errors import InternalError
-from ckptstore.store.base import BLOCK_NBYTES, Buffer, Upload, byte_views
+from ckptstore.store.base import BLOCK_NBYTES, Buffer, Upload, Way, byte_views
+
+IN_ONE_PIECE: Final = Way("whole", "the store takes objects in one piece")
 
 
 class CollectedUpload:
     """`create` makes the object of its blocks; `note` is called before each block is taken."""
 
     def __init__(
-        self, create: Callable[[Sequence[Buffer]], None], note: Callable[[], object] = lambda: None
+        self,
+        create: Callable[[Sequence[Buffer]], None],
+        note: Callable[[], object] = lambda: None,
+        *,
+        way: Way = IN_ONE_PIECE,
     ) -> None:
+        self.way = way
         self._create = create
         self._note = note
         self._lock = threading.Lock()

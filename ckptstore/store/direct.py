@@ -36,12 +36,14 @@ def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
 class DirectFile:
     """A new file of at most `nbytes_max` bytes whose blocks are written at their places in any order.
 
-    `direct` says whether writes pass the page cache by; it turns False when the file system refuses one.
+    `direct` says whether writes pass the page cache by; it turns False when the file system refuses one, and `reason`
+    then says why.
     """
 
     def __init__(self, path: str, nbytes_max: int) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self.direct = hasattr(os, "O_DIRECT")
+        self.reason = None if self.direct else "the operating system has no direct I/O"
         self._lock = threading.Lock()
         try:
             self._fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
@@ -50,6 +52,7 @@ class DirectFile:
                 raise
             # The refused open may have made the file; it is ours, since a name like it is never used twice.
             self.direct = False
+            self.reason = f"the file system opens no file for direct I/O: {error.strerror}"
             self._fd = os.open(path, flags & ~os.O_EXCL, 0o666)
         self.nbytes_max = nbytes_max
         try:
@@ -96,22 +99,23 @@ class DirectFile:
             except OSError as error:
                 if error.errno not in _REFUSED or not self.direct:
                     raise
-                self._go_buffered()
+                self._go_buffered(f"the file system refused a direct write: {error.strerror}")
                 continue
             if not done:
                 raise OSError(errno.EIO, "the file system took no bytes and gave no error")
             start, data = start + done, data[done:]
             if self.direct and start % ALIGN:
-                self._go_buffered()  # a short count that no direct write can go on from
+                # a short count that no direct write can go on from
+                self._go_buffered("a direct write ended between aligned blocks")
         if not self.direct:
             _start_write_back(self._fd, first, start - first)
 
-    def _go_buffered(self) -> None:
+    def _go_buffered(self, reason: str) -> None:
         with self._lock:
             if self.direct:
                 flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
                 fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-                self.direct = False
+                self.direct, self.reason = False, reason
 
     def finish(self, nbytes: int) -> None:
         """Cut the file to `nbytes` and make it durable."""

@@ -35,6 +35,7 @@ from ckptstore.store.base import (
     ObjectInfo,
     Store,
     Upload,
+    Way,
     byte_views,
     check_key,
     check_prefix,
@@ -355,9 +356,8 @@ class LocalUpload:
         raise AssertionError("the last try returns or raises")
 
     @property
-    def direct(self) -> bool:
-        """Do the writes pass the page cache by?"""
-        return self._file.direct
+    def way(self) -> Way:
+        return Way("direct") if self._file.direct else Way("buffered", self._file.reason)
 
     def write(self, block: int, data: Buffer) -> None:
         for view in byte_views(data):

@@ -16,6 +16,7 @@ from ckptstore.store.base import (
     ObjectInfo,
     Store,
     Upload,
+    Way,
     byte_views,
     check_key,
     check_prefix,
@@ -60,7 +61,7 @@ class MemoryStore:
 
     def upload(self, key: str, nbytes_max: int) -> Upload:
         check_key(key)
-        return CollectedUpload(lambda blocks: self.create(key, blocks))
+        return CollectedUpload(lambda blocks: self.create(key, blocks), way=Way("memory"))
 
     def read(self, key: str, *, start: int = 0, nbytes: int | None = None) -> bytes:
         value = self._get(key)

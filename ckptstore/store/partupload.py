@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 
 from ckptstore.errors import OutcomeUnknownError
-from ckptstore.store.base import Buffer, Upload, byte_views
+from ckptstore.store.base import Buffer, Upload, Way, byte_views
 from ckptstore.store.collected import check_blocks
 from ckptstore.store.request import Parts
 
@@ -96,6 +96,11 @@ class PartUpload:
                 self._unsure = True
                 raise
         self._done = True
+
+    @property
+    def way(self) -> Way:
+        with self._lock:
+            return Way("whole", "no larger than a part") if self._parts is None else Way("parts")
 
     def abort(self) -> None:
         with self._lock:

@@ -107,6 +107,7 @@ class StoreConformance:
             memory[:] = bytes(BLOCK_NBYTES)  # it may be reused
         assert list(store.list("")) == []
         upload.finish(nbytes)
+        assert upload.way.name in ("direct", "buffered", "parts", "whole", "memory")
         upload.abort()
         assert self.again(store).read("data/up") == value
 

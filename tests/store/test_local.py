@@ -26,7 +26,7 @@ from ckptstore.errors import (
 )
 from ckptstore.store import file
 from ckptstore.store.base import BLOCK_NBYTES, Store, open_store
-from ckptstore.store.local import LocalStore, LocalUpload
+from ckptstore.store.local import LocalStore
 from ckptstore.testing.conformance import StoreConformance
 from ckptstore.testing.faults import SimulatedCrash
 from tests.store.recording import Event, Recorder, check_power_cuts
@@ -412,7 +412,7 @@ def test_a_full_disk_is_named_with_bytes_wanted_and_free(
 REAL_FULL_DISK = """
 import subprocess, sys
 from ckptstore.errors import StoreUnavailableError
-from ckptstore.store.local import LocalStore, LocalUpload
+from ckptstore.store.local import LocalStore
 folder = sys.argv[1]
 if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
     sys.exit(77)
@@ -532,7 +532,7 @@ def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
 RACER = """
 import sys
 from ckptstore.errors import AlreadyExistsError
-from ckptstore.store.local import LocalStore, LocalUpload
+from ckptstore.store.local import LocalStore
 store, who = LocalStore(root=sys.argv[1]), sys.argv[2].encode()
 print("ready", flush=True)
 sys.stdin.readline()
@@ -620,7 +620,9 @@ def test_an_upload_goes_through_the_cache_where_direct_writes_are_refused(
     upload = store.upload(KEY, len(value))
     for number in range(3, -1, -1):
         upload.write(number, value[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES])
-    assert isinstance(upload, LocalUpload) and not upload.direct
+    assert upload.way.name == "buffered" and upload.way.reason is not None
+    assert ("opens no file" if where == "open" else "refused a direct write") in upload.way.reason
+    assert "Invalid argument" in upload.way.reason
     upload.finish(len(value))
     upload.abort()
     assert store.read(KEY) == value
