@@ -138,9 +138,9 @@ class Run:
         """One tensor as a lazy array: slices of it read the chunks that they touch, verified, and nothing else.
 
         `name` is dotted, as `ckptstore show --tensors` lists it after the role and `/`. Packed float4 comes as
-        uint8, two numbers a byte. A `context` with a cache_pool keeps chunks between reads. NoCheckpointError,
-        MissingTensorError, InvalidInputError (tensorstore is not installed or lacks the dtype); CorruptError also
-        when the array is read.
+        uint8, two numbers a byte. A `context` with a cache_pool keeps chunks between reads; without one, a
+        chunk of an irregular tiling may be read more than once by one slice. NoCheckpointError, MissingTensorError,
+        InvalidInputError (tensorstore is not installed or lacks the dtype); CorruptError also when the array is read.
         """
         from ckptstore.interop.tensorstore import lazy_tensor
 
