@@ -20,11 +20,10 @@ import numpy as np
 from ckptstore.errors import InvalidInputError
 from ckptstore.store.base import ObjectInfo, is_key_segment
 from ckptstore.store.remote import RemoteStore
-from ckptstore.store.request import Client, Kind, Parts, RequestError
+from ckptstore.store.request import Client, Kind, RequestError
 
 TIMEOUT_S: Final = 60.0
 RETRY_S: Final = 60.0
-_WHOLE: Final = "objects are sent whole"
 _EXTRAS: Final = {"gs": "gcs", "gcs": "gcs"}  # of this package; other schemes' packages are named by fsspec
 
 
@@ -101,9 +100,9 @@ def exclusive_option(filesystem: Any) -> dict[str, Any] | None:
 
 
 class FilesystemClient:
-    """A Client of the objects below a URL of `filesystem`. Each is sent whole; parts are the filesystem's affair."""
+    """A Client of the objects below a URL of `filesystem`, which sends each in its own way."""
 
-    sends_parts = False
+    parts = None
 
     def __init__(self, filesystem: Any, url: str, *, timeout_s: float) -> None:
         self._filesystem = filesystem
@@ -178,21 +177,6 @@ class FilesystemClient:
 
     def close(self) -> None:
         """fsspec's filesystems end with the process."""
-
-    def begin_parts(self, key: str, mark: str) -> str:
-        raise NotImplementedError(_WHOLE)
-
-    def put_part(self, parts: Parts, number: int, views: Sequence[memoryview]) -> str:
-        raise NotImplementedError(_WHOLE)
-
-    def end_parts(self, parts: Parts, tags: Sequence[str], *, exclusive: bool) -> None:
-        raise NotImplementedError(_WHOLE)
-
-    def drop_parts(self, parts: Parts) -> None:
-        raise NotImplementedError(_WHOLE)
-
-    def mark(self, key: str) -> str | None:
-        raise NotImplementedError(_WHOLE)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"

@@ -37,7 +37,7 @@ from ckptstore.store.base import (
 from ckptstore.store.collected import CollectedUpload
 from ckptstore.store.connection import Connection
 from ckptstore.store.partupload import PartUpload
-from ckptstore.store.request import Client, Parts, RequestError, split
+from ckptstore.store.request import Client, Parts, PartsClient, RequestError, split
 
 RANGE_NBYTES: Final = 16 << 20  # one request of a larger read
 PART_NBYTES: Final = 32 << 20  # one request of a larger create
@@ -69,7 +69,7 @@ class RemoteStore:
     def upload(self, key: str, nbytes_max: int) -> Upload:
         check_key(key)
         self._check_create(key)
-        if not self._client.sends_parts:
+        if self._client.parts is None:
             return CollectedUpload(lambda blocks: self.create(key, blocks))
         if nbytes_max > PARTS_MAX * BLOCK_NBYTES:
             raise InvalidInputError(
@@ -163,7 +163,7 @@ class RemoteStore:
 
     def _write(self, verb: str, key: str, views: Sequence[memoryview], *, exclusive: bool) -> None:
         nbytes = sum(view.nbytes for view in views)
-        if nbytes <= WHOLE_NBYTES_MAX or not self._opened(verb, key).sends_parts:
+        if nbytes <= WHOLE_NBYTES_MAX or self._opened(verb, key).parts is None:
             self._settled(
                 verb,
                 key,
@@ -189,12 +189,12 @@ class RemoteStore:
     def begin_parts(self, key: str, verb: str = "create") -> Parts:
         """An object that is sent in parts. Nothing of it shows before `end_parts`."""
         mark = secrets.token_hex(16)
-        upload = self._sent(verb, key, lambda: self._client.begin_parts(key, mark))
+        upload = self._sent(verb, key, lambda: self._parts.begin_parts(key, mark))
         return Parts(key=key, upload=upload, mark=mark)
 
     def put_part(self, parts: Parts, number: int, views: Sequence[memoryview], verb: str = "create") -> str:
         """The tag of part `number`, from 1 on, once it is there."""
-        return self._sent(verb, parts.key, lambda: self._client.put_part(parts, number, views))
+        return self._sent(verb, parts.key, lambda: self._parts.put_part(parts, number, views))
 
     def end_parts(
         self,
@@ -209,7 +209,7 @@ class RemoteStore:
         self._settled(
             verb,
             parts.key,
-            lambda: self._client.end_parts(parts, tags, exclusive=exclusive),
+            lambda: self._parts.end_parts(parts, tags, exclusive=exclusive),
             lambda: self._is_marked(parts),
             exclusive=exclusive,
             unsure=unsure,
@@ -218,7 +218,7 @@ class RemoteStore:
     def drop_parts(self, parts: Parts) -> None:
         """Forget what was sent; what cannot be forgotten now is left to the rules of the bucket."""
         with contextlib.suppress(RequestError):
-            self._client.drop_parts(parts)
+            self._parts.drop_parts(parts)
 
     def submit(self, act: Callable[[], _T]) -> Future[_T]:
         """Do it beside other requests."""
@@ -278,7 +278,7 @@ class RemoteStore:
     def _is_marked(self, parts: Parts) -> bool:
         """Whether the object is the one that was sent so. Errors as for `read`."""
         try:
-            return self._connection.attempt(lambda: self._client.mark(parts.key)) == parts.mark
+            return self._connection.attempt(lambda: self._parts.mark(parts.key)) == parts.mark
         except RequestError as error:
             raise self._unreadable(parts.key, error) from error
 
@@ -299,6 +299,12 @@ class RemoteStore:
     @property
     def _client(self) -> Client:
         return self._connection.client
+
+    @property
+    def _parts(self) -> PartsClient:
+        found = self._client.parts
+        assert found is not None  # parts are begun only where the client sends some
+        return found
 
     def _opened(self, verb: str, key: str) -> Client:
         """The client, whose settings may be wrong."""

@@ -46,12 +46,31 @@ class Parts:
     mark: str
 
 
+class PartsClient(Protocol):
+    """The requests of objects that are sent in parts; as those of a Client."""
+
+    def begin_parts(self, key: str, mark: str) -> str:
+        """The id of a new upload, of which nothing shows before `end_parts`."""
+
+    def put_part(self, parts: Parts, number: int, views: Sequence[memoryview]) -> str:
+        """Send part `number` (from 1 on); its tag."""
+
+    def end_parts(self, parts: Parts, tags: Sequence[str], *, exclusive: bool) -> None:
+        """Make the object of its parts; `exclusive` as for `put`."""
+
+    def drop_parts(self, parts: Parts) -> None:
+        """Forget an upload that was not completed."""
+
+    def mark(self, key: str) -> str | None:
+        """The mark of the object that is there; None if it has none."""
+
+
 class Client(Protocol):
     """One request a call, bounded in time; every failure is a RequestError. Thread-safe, of one process."""
 
     @property
-    def sends_parts(self) -> bool:
-        """Can an object be sent in parts? Those of `Parts` are asked for nothing else."""
+    def parts(self) -> PartsClient | None:
+        """What sends objects in parts; None where they are sent whole."""
 
     @property
     def no_create(self) -> str | None:
@@ -68,21 +87,6 @@ class Client(Protocol):
 
     def put(self, key: str, views: Sequence[memoryview], *, exclusive: bool) -> None:
         """Make the object, whole or not at all; `exclusive`: only if there is none, decided by the server."""
-
-    def begin_parts(self, key: str, mark: str) -> str:
-        """The id of a new upload, of which nothing shows before `end_parts`."""
-
-    def put_part(self, parts: Parts, number: int, views: Sequence[memoryview]) -> str:
-        """Send part `number` (from 1 on); its tag."""
-
-    def end_parts(self, parts: Parts, tags: Sequence[str], *, exclusive: bool) -> None:
-        """Make the object of its parts; `exclusive` as for `put`."""
-
-    def drop_parts(self, parts: Parts) -> None:
-        """Forget an upload that was not completed."""
-
-    def mark(self, key: str) -> str | None:
-        """The mark of the object that is there; None if it has none."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All objects whose key starts with `prefix`, as they are now; several requests."""

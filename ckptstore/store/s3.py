@@ -23,7 +23,7 @@ from ckptstore.errors import InvalidInputError
 from ckptstore.store.base import ObjectInfo, check_key, is_key_segment
 from ckptstore.store.refusal import told
 from ckptstore.store.remote import RemoteStore
-from ckptstore.store.request import Client, Parts, RequestError, joined
+from ckptstore.store.request import Client, Parts, PartsClient, RequestError, joined
 
 FAST_NBYTES_MIN: Final = 1 << 20  # from here on the bytes cost more than the request
 SLOWEST_NBYTES_S: Final = 2 << 20  # a connection that is slower is taken to have stalled
@@ -107,7 +107,6 @@ def open_s3(url: str, storage_options: Mapping[str, Any]) -> RemoteStore:
 class S3Client:
     """A Client of the objects below `prefix` (empty, or ending in `/`) of a bucket."""
 
-    sends_parts = True
     no_create = None
 
     def __init__(self, *, bucket: str, prefix: str, options: S3Options) -> None:
@@ -160,6 +159,10 @@ class S3Client:
             self._requests.put_object(
                 Bucket=self._bucket, Key=self._prefix + key, Body=data, **_condition(exclusive)
             )
+
+    @property
+    def parts(self) -> PartsClient:
+        return self
 
     def begin_parts(self, key: str, mark: str) -> str:
         with told():

@@ -413,6 +413,13 @@ def test_what_decodes_to_other_bytes_is_damage(large: Stored) -> None:
         fetcher.read(read, buffers, range(len(read.rows)))
 
 
+def test_buffers_keep_the_promise_of_places() -> None:
+    """A fetcher gives `put` only what has no memory, and these have; whoever calls it all the same is served."""
+    buffers = Buffers([np.zeros(3, np.uint8), np.zeros(2, np.uint8)])
+    buffers.put(1, np.array([7, 8], np.uint8))
+    assert [each.tolist() for each in buffers.memory([1, 0]) if each is not None] == [[7, 8], [0, 0, 0]]
+
+
 def test_an_unknown_codec_is_refused_before_anything_is_touched(large: Stored) -> None:
     objects, table = encoded(large)
     leaves = whole_leaves(large, "plain")
