@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from ckptstore.bench.options import BenchOptions, check_place, parse
 from ckptstore.cli.output import FINE, json_text, progress_bar, say, stdout_on_stderr
+from ckptstore.cli.signals import Act, Signals, interrupt
 from ckptstore.errors import InvalidInputError
 
 
@@ -27,7 +25,8 @@ def bench(
 
     from ckptstore.bench.run import run_bench
 
-    with _stopped_alike(), stdout_on_stderr(), progress_bar("bench", amount=str, after_s=0) as bar:
+    ends: dict[int, Act] = {signal.SIGTERM: interrupt, signal.SIGHUP: interrupt}
+    with Signals(ends), stdout_on_stderr(), progress_bar("bench", amount=str, after_s=0) as bar:
         result = run_bench(options, bar)
     if picture is not None:
         from ckptstore.bench.picture import draw
@@ -66,18 +65,3 @@ def _following(options: BenchOptions, picture: Path | None) -> str:
     if options.state == "moe":
         return f"ckptstore bench {place} --state small"
     return f"ckptstore bench {place} --picture bench.svg"
-
-
-@contextlib.contextmanager
-def _stopped_alike() -> Iterator[None]:
-    """Let a request to end (SIGTERM, a closed terminal) clean up as Ctrl-C does."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -17,9 +17,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NoReturn
 
+from ckptstore.cli.signals import Signals, interrupt
 from ckptstore.demo import janitor
 
 OBJECT_STORE_NBYTES = 100 * 1024**2
@@ -52,10 +54,12 @@ class RaySession:
         self._owned: list[str] = []
         self._surveyed_s = 0.0
         self._stopped: int | None = None
+        self._signals = Signals({signal.SIGINT: interrupt, signal.SIGTERM: self._stop}, again_s=AGAIN_S)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> RaySession:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._signals)
             stack.callback(self._tidy)
             self._start_janitor()
             # Short, because the path of a socket has at most 107 bytes.
@@ -68,7 +72,6 @@ class RaySession:
             talk = stack.enter_context(open(os.path.join(folder, "ray.out"), "w", encoding="utf-8"))
             stack.enter_context(contextlib.redirect_stdout(talk))
             stack.enter_context(_environment(_variables(folder)))
-            stack.enter_context(_signals(self._stop))
             self._start_ray(folder)
             stack.callback(self._stop_ray)
             self.survey(at_once=True)
@@ -78,12 +81,12 @@ class RaySession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _deaf():
-            self._stack.close()
+        self._signals.deafen()
+        self._stack.close()
         if self._stopped is not None and isinstance(error, SystemExit):
             raise SystemExit(128 + self._stopped) from None  # Ray's waits make another one of it
 
-    def _stop(self, number: int, frame: FrameType | None) -> None:
+    def _stop(self, number: int) -> NoReturn:
         self._stopped = number
         raise SystemExit(128 + number)
 
@@ -160,6 +163,7 @@ class RaySession:
         """
         import ray
 
+        self._signals.deafen()
         self.survey(at_once=True)
         try:
             ray.shutdown()
@@ -178,6 +182,7 @@ class RaySession:
 
     def _tidy(self) -> None:
         """Remove the folders, then tell the janitor that there is nothing to do."""
+        self._signals.deafen()
         for folder in (*self._owned, *([self._folder] if self._folder is not None else [])):
             shutil.rmtree(folder, ignore_errors=True)
         if self._janitor is not None and self._janitor.stdin is not None:
@@ -208,48 +213,3 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Make SIGTERM an exception, as Ctrl-C is, so that everything is cleaned up on the way out.
-
-    Both are raised again until they are heard: what is raised while Ray calls back, or in a destructor, is
-    printed and dropped there, and the command would run on.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    told: list[int] = []
-
-    def tell(number: int, frame: FrameType | None) -> None:
-        told.append(number)
-        signal.signal(signal.SIGALRM, lambda _, frame: tell(number, frame))
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop(number, frame)
-
-    before = [(number, signal.signal(number, tell)) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        yield
-    finally:
-        if told:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-        for number, handler in before:
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """Cleaning up is bounded: a second Ctrl-C or SIGTERM must not cut it short."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-    before = [signal.signal(name, signal.SIG_IGN) for name in names]
-    try:
-        yield
-    finally:
-        for name, handler in zip(names, before, strict=True):
-            signal.signal(name, handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -41,3 +42,8 @@ def spawn(*arguments: str, **variables: str) -> Ended:
         command(*arguments), capture_output=True, text=True, timeout=60, env={**os.environ, **variables}
     )
     return Ended(code=ended.returncode, out=ended.stdout, err=ended.stderr)
+
+
+def hear_interrupts() -> None:
+    """Of a child. A shell that starts the tests in the background has them ignore SIGINT, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -13,7 +13,7 @@ import pytest
 
 from ckptstore.bench.options import BenchOptions
 from tests.bench.made_up import make_result
-from tests.cli.commands import command, run
+from tests.cli.commands import command, hear_interrupts, run
 
 
 @pytest.fixture
@@ -98,11 +98,6 @@ def interrupted(how: signal.Signals, place: Path, running: subprocess.Popen[str]
         running.kill()
 
 
-def _hear_interrupts() -> None:
-    """A shell that starts the tests in the background has its processes ignore SIGINT, and they inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
     flags = ("--size", "32MiB", "--state", "large", "--peers", "none")
     for how in (signal.SIGINT, signal.SIGTERM):
@@ -111,7 +106,7 @@ def test_an_interrupted_bench_leaves_nothing(tmp_path: Path) -> None:
         running = subprocess.Popen(
             command("bench", str(place), *flags),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-            preexec_fn=_hear_interrupts,
+            preexec_fn=hear_interrupts,
         )  # fmt: skip
         told = interrupted(how, place, running)
         assert told.strip().endswith("ckptstore: interrupted")

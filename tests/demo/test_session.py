@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.demo import janitor
+from tests.cli.commands import hear_interrupts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -68,6 +69,7 @@ def begin(*arguments: str) -> tuple[subprocess.Popen[str], list[str]]:
         stderr=subprocess.PIPE,
         text=True,
         process_group=0,
+        preexec_fn=hear_interrupts,
     )
     assert process.stderr is not None
     lines = []
