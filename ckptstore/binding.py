@@ -27,6 +27,7 @@ from ckptstore.held import (
 from ckptstore.ledger import Ledger
 from ckptstore.memoryspan import repeats
 from ckptstore.pieces import describe
+from ckptstore.plainleaf import PlainLeaves
 from ckptstore.seen import has_state_dict
 from ckptstore.skeleton import WRAPPERS, has_tensors, inner, tag_of, tensor_paths
 from ckptstore.state import TensorLeaf, decode, unwrap
@@ -55,6 +56,7 @@ class Binding:
     mismatched: list[str] = field(default_factory=list)
     unasked: list[str] = field(default_factory=list)
     not_given_back: list[str] = field(default_factory=list)
+    _plain: PlainLeaves = field(default_factory=PlainLeaves)
 
     def bind(self, target: Any, saved: Any) -> None:
         """Fit `target` (the state's dict) onto the saved skeleton. Changes nothing."""
@@ -155,6 +157,17 @@ class Binding:
             return KEEP
         return self._value(saved, path)
 
+    def _is_plain(self, target: Any, saved: Any, where: Where) -> bool:
+        """Take a plain tensor onto a stored one, without the many questions; False for all else, and to find errors."""
+        stored = saved.get("T") if type(saved) is dict else None
+        if stored is None or where.per_rank or where.stacked is not None:
+            return False
+        leaf = self._plain.leaf(target, f"{self.role}/{stored}")
+        if leaf is None:
+            return False
+        self.leaves.append(leaf)
+        return True
+
     def _inner(self, holder: Any, attribute: str, value: Any, saved: Any, path: str, where: Where) -> Any:
         new = self._node(value, saved, path, where)
         if new is not KEEP:
@@ -197,7 +210,7 @@ class Binding:
         if tag_of(saved) != "d":
             self.mismatched.append(f"{path or 'the state'} is a dict here but was saved as something else")
             return KEEP
-        children = {key: child for key, child in saved["d"]}
+        children = dict(saved["d"])
         asked = set()
         for key, value in target.items():
             told, at, within = where.enter(path, key)
@@ -205,7 +218,10 @@ class Binding:
             if told not in children:
                 self._note_missing(value, at, within)
                 continue
-            new = self._node(value, children[told], at, within)
+            child = children[told]
+            if self._is_plain(value, child, within):
+                continue
+            new = self._node(value, child, at, within)
             if new is not KEEP:
                 self.changes.append(_setter(target, key, new))
         for key, child in children.items():

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ckptstore.chunktable import ChunkTable
 from ckptstore.decode import Bytes, decoded_nbytes
+from ckptstore.memoryspan import host_runs
 from ckptstore.plan.load import Ints, LoadPlan, Pieces
 from ckptstore.state import TensorLeaf
 
@@ -42,10 +43,7 @@ class Fill:
         holds = np.zeros(len(leaves), np.bool_)
         holds[target[own]] = True
         held = np.flatnonzero(holds)
-        wanted = plan.target_nbytes[held].tolist()
-        bases[held] = [
-            host_address(leaves[n].data, nbytes) for n, nbytes in zip(held.tolist(), wanted, strict=True)
-        ]
+        bases[held] = host_addresses([leaves[n].data for n in held.tolist()], plan.target_nbytes[held])
         sizes = table.tensors.itemsizes_of(table.tensor[row])
         base = bases[target] if len(leaves) else np.zeros(0, np.int64)
         address = np.where(own & (base >= 0), base + pieces.start[first] * sizes, -1)
@@ -99,6 +97,14 @@ def host_address(data: Any, nbytes: int) -> int:
     if not data.flags.c_contiguous or not data.flags.writeable or data.nbytes != nbytes:
         return -1
     return int(data.__array_interface__["data"][0])
+
+
+def host_addresses(data: Sequence[Any], nbytes: Ints) -> Ints:
+    """`host_address` of each."""
+    runs = host_runs(data)
+    if runs is not None:
+        return np.where(runs[:, 1] == nbytes, runs[:, 0], -1)
+    return np.array([host_address(each, n) for each, n in zip(data, nbytes.tolist(), strict=True)], np.int64)
 
 
 class HostMemory:

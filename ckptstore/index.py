@@ -176,7 +176,8 @@ class OpenIndex:
 
     def _groups(self, names: Iterable[str]) -> list[int]:
         assert self.source is not None
-        found = np.array([n for name in names if (n := self.rows.tensors.find(name)) >= 0], np.int64)
+        found = self.rows.tensors.find_all(list(names))
+        found = found[found >= 0]
         ends = np.cumsum([count for count, _, _, _ in self.source.head.groups])
         low, high = self.rows.bounds[found], self.rows.bounds[found + 1]
         low, high = low[high > low], high[high > low]

@@ -78,6 +78,15 @@ def is_contiguous(data: Any) -> bool:
     return bool(data.flags.c_contiguous if isinstance(data, np.ndarray) else data.is_contiguous())
 
 
+def host_runs(data: Sequence[Any]) -> npt.NDArray[np.int64] | None:
+    """[address, bytes] of each, if all are torch tensors that are one run of host memory; None: ask each for itself."""
+    if any(isinstance(each, np.ndarray) for each in data) or not data:
+        return None
+    from ckptstore.interop.torch_tensor import host_runs_of
+
+    return host_runs_of(data)
+
+
 def repeats(data: Any) -> bool:
     """Do several elements of one tensor or array lie in the same memory (it is expanded, or overlaps itself)?"""
     span = None if is_contiguous(data) else span_of(data)

@@ -162,12 +162,12 @@ def _prepare(
         )
         stored = binding.check_translated(translation)
     binding.refuse(strict=strict)
-    leaves = binding.present(stored)
-    names = {
-        name
-        for leaf in leaves
-        for name in (translation.equals(leaf.spec.name) if translation is not None else (leaf.spec.name,))
-    }
+    if translation is None:
+        leaves = binding.leaves if not binding.missing else binding.present(stored)
+        names = {leaf.spec.name for leaf in leaves}
+    else:
+        leaves = binding.present(stored)
+        names = {name for leaf in leaves for name in translation.equals(leaf.spec.name)}
     table = _twice(clock, lambda: index.table(names))
     if translation is not None:
         binding.mismatched += find_unequal_scalars(store, table, translation, leaves)

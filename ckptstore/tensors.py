@@ -89,15 +89,18 @@ class Tensors(Sequence[TensorSpec]):
         at = bisect_left(self.names, name)
         return at if at < len(self.names) and self.names[at] == name else -1
 
+    def find_all(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
+        """`find` of each name."""
+        if 16 * len(names) > len(self):  # a dictionary of all names is cheaper than so many searches
+            numbers = dict(zip(self.names, range(len(self)), strict=True))
+            return np.array([numbers.get(name, ABSENT) for name in names], np.int64)
+        return np.array([self.find(name) for name in names], np.int64)
+
     def match(self, specs: Sequence[TensorSpec]) -> npt.NDArray[np.int64]:
         """Index of each spec: ABSENT where there is none of its name, OTHER where that has another dtype or shape."""
         if not len(self):
             return np.full(len(specs), ABSENT, np.int64)
-        if 16 * len(specs) > len(self):  # a dictionary of all names is cheaper than so many searches
-            numbers = dict(zip(self.names, range(len(self)), strict=True))
-            at = np.array([numbers.get(spec.name, ABSENT) for spec in specs], np.int64)
-        else:
-            at = np.array([self.find(spec.name) for spec in specs], np.int64)
+        at = self.find_all([spec.name for spec in specs])
         width = max(self.dims.shape[1], max((len(spec.shape) for spec in specs), default=0))
         padding, codes = (0,) * width, {name: n for n, name in enumerate(self.dtypes)}
         flat = chain.from_iterable(spec.shape + padding[len(spec.shape) :] for spec in specs)

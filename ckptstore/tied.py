@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.chunktable import ChunkTable
-from ckptstore.memoryspan import agree, is_contiguous, overlapping, span_of
+from ckptstore.memoryspan import agree, host_runs, is_contiguous, overlapping, span_of
 from ckptstore.pieces import address_of, memory_of
 from ckptstore.reader import read_leaves
 from ckptstore.state import TensorLeaf
@@ -54,13 +54,15 @@ def join_tied(
 
 def _lie_apart(leaves: Sequence[TensorLeaf]) -> bool:
     """Are all contiguous, and does each end before the next begins? False where only a closer look tells."""
-    held = [leaf for leaf in leaves if leaf.box.numel]
-    if not all(is_contiguous(leaf.data) for leaf in held):
-        return False
-    start = np.array([address_of(leaf.data) for leaf in held], np.uint64)
-    stop = start + np.array([leaf.nbytes for leaf in held], np.uint64)
-    order = np.argsort(start)
-    return bool((stop[order][:-1] <= start[order][1:]).all())
+    runs: Any = host_runs([leaf.data for leaf in leaves])
+    if runs is None:
+        held = [leaf for leaf in leaves if leaf.box.numel]
+        if not all(is_contiguous(leaf.data) for leaf in held):
+            return False
+        runs = np.array([(address_of(leaf.data), leaf.nbytes) for leaf in held], np.uint64).reshape(-1, 2)
+    runs = runs[runs[:, 1] > 0]
+    start, nbytes = runs[np.argsort(runs[:, 0])].T
+    return bool((start[:-1] + nbytes[:-1] <= start[1:]).all())
 
 
 def _find_torn(store: Store, table: ChunkTable, leaves: Sequence[TensorLeaf]) -> list[str]:

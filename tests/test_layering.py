@@ -97,6 +97,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             *("structure", "seen", "seen_tensor", "known"),
             "state",
             "plainvalue",
+            "plainleaf",
             "binding",
             "hostmemory",
             "staging",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,11 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
             f"{where} has dtype {dtype}, which cannot be stored: save a tensor of another dtype", name=where
         )
     return _NAMES[dtype]
+
+
+def find_dtype_name(dtype: torch.dtype) -> str | None:
+    """As `dtype_name`; None for what cannot be stored."""
+    return _NAMES.get(dtype)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -95,6 +101,23 @@ def host_address_of(tensor: torch.Tensor, nbytes: int) -> int:
     if tensor.is_complex() and (tensor.is_conj() or tensor.is_neg()):
         return -1
     return tensor.data_ptr()
+
+
+def host_runs_of(tensors: Sequence[Any]) -> npt.NDArray[np.int64] | None:
+    """[address, bytes] of each, if all are plain tensors of one run of host memory each; None: ask `host_address_of`.
+
+    A loop that C runs: a tenth of what asking each in Python takes.
+    """
+    if not set(map(type, tensors)) <= set(_PLAIN):
+        return None
+    if not all(map(attrgetter("is_cpu"), tensors)) or not all(map(torch.Tensor.is_contiguous, tensors)):
+        return None
+    if any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+        return None
+    found = np.empty((len(tensors), 2), np.int64)
+    found[:, 0] = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
+    found[:, 1] = np.fromiter(map(attrgetter("nbytes"), tensors), np.int64, len(tensors))
+    return found
 
 
 def from_bytes(data: npt.NDArray[np.uint8], dtype: str, shape: Shape) -> torch.Tensor:

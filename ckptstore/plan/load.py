@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ BATCH_NBYTES = 16 * 2**20
 _SHOWN = 5
 
 Ints = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 
 class Wanted(Protocol):
@@ -224,24 +225,10 @@ class _Targets:
 
 def _targets(table: ChunkTable, wanted: Sequence[Wanted], problems: _Problems) -> _Targets:
     tensors, depth = table.tensors, table.offset.shape[1]
-    specs: list[TensorSpec] = []
-    places: dict[
-        int, int
-    ] = {}  # by identity: boxes of one tensor mostly share its spec, and hashing it costs
-    which, extents = list[int](), list[tuple[int, ...]]()
-    zeros, ones = (0,) * depth, (1,) * depth
-    for target in wanted:
-        spec, box = target.spec, target.box
-        place = places.setdefault(id(spec), len(specs))
-        if place == len(specs):
-            specs.append(spec)
-        which.append(place)
-        ndim = min(len(box.shape), depth)  # deeper ones are not in the table, and noted below
-        extents.append(box.offset[:depth] + zeros[ndim:] + box.shape[:depth] + ones[ndim:])
-    found = _find(table, specs, problems)
-    at = found[np.array(which, np.int64)]
-    flat = np.fromiter(chain.from_iterable(extents), np.int64, 2 * depth * len(extents))
-    columns = flat.reshape(len(extents), 2 * depth)
+    specs, spec_of = _distinct([target.spec for target in wanted])
+    boxes, box_of = _distinct([target.box for target in wanted])
+    at = _find(table, specs, problems)[spec_of]
+    columns = _extents(boxes, depth)[box_of]
     numel = columns[:, depth:].prod(axis=1)
     number = np.flatnonzero((at >= 0) & (numel > 0))
     tensor = at[number]
@@ -253,6 +240,24 @@ def _targets(table: ChunkTable, wanted: Sequence[Wanted], problems: _Problems) -
         n=columns[number, depth:],
         nbytes=numel[number] * tensors.itemsizes_of(tensor),
     )
+
+
+def _distinct(items: Sequence[T]) -> tuple[list[T], Ints]:
+    """The different objects among the items, and which each is: boxes of a tensor share its spec, tensors of a shape
+    often their box, and identity is cheaper than a hash."""
+    number: dict[int, int] = {}
+    which = np.array([number.setdefault(id(item), len(number)) for item in items], np.int64)
+    return list({id(item): item for item in items}.values()), which
+
+
+def _extents(boxes: Sequence[Box], depth: int) -> Ints:
+    """[boxes, 2 · depth]: offsets, then shapes, padded as in the table. Deeper boxes are not in it, and noted later."""
+    zeros, ones = (0,) * depth, (1,) * depth
+    flat = chain.from_iterable(
+        box.offset[:depth] + zeros[len(box.shape) :] + box.shape[:depth] + ones[len(box.shape) :]
+        for box in boxes
+    )
+    return np.fromiter(flat, np.int64, 2 * depth * len(boxes)).reshape(len(boxes), 2 * depth)
 
 
 def _find(table: ChunkTable, specs: Sequence[TensorSpec], problems: _Problems) -> Ints:
