@@ -7,6 +7,7 @@ once a structure (exchange.py; protocol R12 to R14).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from ckptstore.outcome import abandon_reason, abandoned, fenced
 from ckptstore.plan.encode import NOTHING_ENCODED, CodecRules
 from ckptstore.plan.save import PlannedChunk
 from ckptstore.replicaset import ReplicaSet
-from ckptstore.snapshot import CopyPlan, Snapshot, SnapshotChunks, block_sizes, whole_leaves
+from ckptstore.snapshot import COPY_THREADS, CopyPlan, Snapshot, SnapshotChunks, block_sizes, whole_leaves
 from ckptstore.staging import LIMIT_NBYTES_MIN, SPARE_BLOCKS, StagingMemory
 from ckptstore.state import Known, flatten
 from ckptstore.store.base import BLOCK_NBYTES, Store
@@ -116,6 +117,8 @@ class Contributor:
             clock=journal.clock,
             encoder=None if codec.is_raw else Encoder(rules=codec, store=store, bases_nbytes=bases),
         )
+        # With a core to spare the writer's first block is on its way while the second is copied.
+        self._copies_first = len(os.sched_getaffinity(0)) <= COPY_THREADS
         self._helpers = ThreadPoolExecutor(1, thread_name_prefix=f"ckptstore-stage-{member.file}")
         self._digester = Digester(member.rank) if check_replicas else None
         self._known = Known()
@@ -151,7 +154,9 @@ class Contributor:
             skeleton=flat.skeleton,
             prepared=prepared,
             agreed=agreed,
-            snapshot=Snapshot(prepared.copies, self.memory, timeout_s=timeout_s),
+            snapshot=Snapshot(
+                prepared.copies, self.memory, timeout_s=timeout_s, copies_first=self._copies_first
+            ),
             replicas=replicas,
         ), flat
 

@@ -1,7 +1,7 @@
 """Copy what a member holds into host memory, as images of its segments, so that the trainer may go on.
 
 Everything is copied, CPU tensors too: aliasing them has torn other systems' checkpoints. Blocks are filled in
-the order in which they are written, so a writer begins with the first while the last is yet to be copied. A
+the order in which they are written, so a writer may begin with the first while the last is yet to be copied. A
 snapshot lives in this process and can be lost; what is durable is decided elsewhere (docs/explanation/cuts.md).
 """
 
@@ -27,6 +27,7 @@ from ckptstore.tensor import Box, TensorSpec, itemsize
 SMALL_NBYTES: Final = 256 << 10  # chunks below cost the writer more Python than hashing
 SMALL_IN_A_ROW: Final = 32  # a quarter of a millisecond
 PAUSE_S: Final = 20e-6
+COPY_THREADS: Final = 2
 TWO_THREADS_NBYTES: Final = 32 << 20  # below, a second thread costs more than it copies
 
 
@@ -95,12 +96,19 @@ class Piece(NamedTuple):
 
 
 class Snapshot:
-    """A state in host memory, block by block. One thread stages; another takes blocks and gives them back."""
+    """A state in host memory, block by block. One thread stages; another takes blocks and gives them back.
 
-    def __init__(self, plan: CopyPlan, memory: StagingMemory, *, timeout_s: float) -> None:
+    With `copies_first` the writer gets no block before the last is staged, or staging waits for memory: for machines
+    where each core that the writer takes is one that copies.
+    """
+
+    def __init__(
+        self, plan: CopyPlan, memory: StagingMemory, *, timeout_s: float, copies_first: bool = False
+    ) -> None:
         self.plan = plan
         self._memory = memory
         self._timeout_s = timeout_s
+        self._writes = not copies_first  # may the writer have what is staged?
         self._next = 0
         self._order = threading.Lock()
         self._changed = threading.Condition()
@@ -135,6 +143,7 @@ class Snapshot:
             # It may not have begun: the thread may be busy with other memory, and there is nothing left to copy.
             if helper is not None and not helper.cancel():
                 helper.exception()  # told in self._error
+            self._let_write()
         if self._error is not None:
             raise self._error
 
@@ -179,11 +188,21 @@ class Snapshot:
             number = self._next
             if number == len(self.plan.blocks) or self._error is not None or self._over:
                 return None
-            block = self._memory.take(self.plan.blocks[number].size, timeout_s=self._timeout_s)
+            size = self.plan.blocks[number].size
+            block = None if self._writes else self._memory.take_free(size)
+            if block is None:
+                self._let_write()  # what it has done with is what comes free
+                block = self._memory.take(size, timeout_s=self._timeout_s)
             with self._changed:
                 self._blocks[number] = block
             self._next = number + 1
             return number
+
+    def _let_write(self) -> None:
+        if not self._writes:
+            with self._changed:
+                self._writes = True
+                self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """No more will be staged, or wanted: whoever waits for a block gets `error`."""
@@ -199,7 +218,7 @@ class Snapshot:
         found = []
         while nbytes:
             number, at = divmod(place, BLOCK_NBYTES)
-            block = self._blocks[number] if self._staged[number] else None
+            block = self._blocks[number] if self._writes and self._staged[number] else None
             if block is None:
                 block = self._wait(number)
             count = min(nbytes, BLOCK_NBYTES - at)
@@ -209,7 +228,7 @@ class Snapshot:
 
     def _wait(self, number: int) -> Block:
         with self._changed:
-            self._changed.wait_for(lambda: self._staged[number] or self._error is not None)
+            self._changed.wait_for(lambda: (self._writes and self._staged[number]) or self._error is not None)
             block = self._blocks[number]
             if self._error is not None or block is None:
                 raise self._error or InternalError(f"block {number} was asked for after it was given back")

@@ -113,6 +113,11 @@ class StagingMemory:
                 self._grow(-size)
             raise
 
+    def take_free(self, nbytes: int) -> Block | None:
+        """As `take`, at once: None where memory would have to be waited for, or taken from the system."""
+        with self._changed:
+            return self._reuse(_size(nbytes), spare=False)
+
     def reserve(self, sizes: Sequence[int]) -> None:
         """Hold blocks of these sizes, used ones included, as far as the limit and the machine allow.
 

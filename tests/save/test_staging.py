@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from ckptstore import (
 )
 from ckptstore.contribution import Contributor
 from ckptstore.image import make_images
+from ckptstore.manifest import AttemptId
 from ckptstore.staging import StagingMemory
 from ckptstore.store import base, collected, local
 from ckptstore.store.memory import MemoryStore
@@ -48,8 +49,9 @@ BLOCK = 8192
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.bool, torch.complex128)
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["copies first", "writes beside"])
+def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contribution, "COPY_THREADS", 1 << 20 if request.param == "copies first" else 0)
     for module in (base, collected, local, staging, snapshot, stream, contribution):
         monkeypatch.setattr(module, "BLOCK_NBYTES", BLOCK)
     monkeypatch.setattr(staging, "LIMIT_NBYTES_MIN", 8 * BLOCK)
@@ -266,6 +268,48 @@ def test_a_first_save_takes_what_a_second_may_need_that_no_writer_keeps_up_with(
         assert memory.allocations == taken and memory._counts.nbytes_used > 30 * BLOCK
         slow.open.set()
         second.result(WAIT_S)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_writer_gets_no_block_while_others_are_copied_if_copies_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = torch.arange(10 * BLOCK // 4, dtype=torch.float32)
+    copy, came, piece = sources.Sources.copy, threading.Event(), list[Future[Any]]()
+    with (
+        ckptstore.begin(new_url(), {"trainer": 1}) as inc,
+        Checkpointer(inc, role="trainer", rank=0) as ckpt,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        contributor = ckpt._contributor
+        ckpt.save(0, {"w": w}).result(
+            WAIT_S
+        )  # takes the memory: who has to wait for that lets the writer write
+        staged, _ = contributor.begin(AttemptId(fence=1, step=1), {"w": w}, None, timeout_s=WAIT_S)
+        changed = staged.snapshot._changed
+        wait = changed.wait
+        monkeypatch.setattr(changed, "wait", lambda *args: came.set() or wait(*args))
+
+        def watched(self: Any, number: int, *args: Any) -> None:
+            if number == 7:
+                piece.append(thread.submit(staged.snapshot.pieces, 0, 10))
+                piece[0].add_done_callback(lambda _: came.set())
+                assert came.wait(WAIT_S)  # the piece came, or is waited for
+                assert piece[0].done() is not contributor._copies_first
+            copy(self, number, *args)
+
+        monkeypatch.setattr(sources.Sources, "copy", watched)
+        staged.snapshot.stage([w])
+        assert piece[0].result(WAIT_S)[0].data.nbytes == 10
+        staged.snapshot.discard()
+        assert contributor.memory._counts.nbytes_used == 0
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 64])
+def test_copies_come_first_where_they_take_all_cores(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    with ckptstore.begin(new_url(), {"trainer": 1}) as inc, Checkpointer(inc, role="trainer", rank=0) as ckpt:
+        assert ckpt._contributor._copies_first is (cores <= 2)
 
 
 def test_a_machine_that_has_no_more_memory_ends_reserving_and_fails_nothing(
