@@ -38,12 +38,13 @@ from ckptstore.outcome import abandon_reason, abandoned, fenced
 from ckptstore.plan.encode import NOTHING_ENCODED, CodecRules
 from ckptstore.plan.save import PlannedChunk
 from ckptstore.replicaset import ReplicaSet
-from ckptstore.snapshot import COPY_THREADS, CopyPlan, Snapshot, SnapshotChunks, block_sizes, whole_leaves
+from ckptstore.snapshot import COPY_THREADS, CopyPlan, Snapshot, SnapshotChunks, whole_leaves
 from ckptstore.staging import LIMIT_NBYTES_MIN, SPARE_BLOCKS, StagingMemory
 from ckptstore.state import Known, flatten
 from ckptstore.store.base import BLOCK_NBYTES, Store
 from ckptstore.structure import FlatState, Structure
 from ckptstore.tensor import itemsize
+from ckptstore.transfer import DeviceStreams, Transfer, pin, streams_of_torch
 from ckptstore.writer import PartWriter
 
 OUTCOME_GRACE_S = 30.0
@@ -107,7 +108,9 @@ class Contributor:
         budget = default_budget_nbytes() if memory_budget is None else memory_budget
         bases = budget // 4 if codec.may_need_bases and budget >= 2 * LIMIT_NBYTES_MIN else 0
         budget -= bases
-        self.memory = StagingMemory(max(budget, LIMIT_NBYTES_MIN) if memory_budget is None else budget)
+        self.memory = StagingMemory(
+            max(budget, LIMIT_NBYTES_MIN) if memory_budget is None else budget, pin=pin
+        )
         self.writer = PartWriter(
             store=store,
             run=token.run,
@@ -124,6 +127,7 @@ class Contributor:
         self._known = Known()
         self._prepared: list[Prepared] = []
         self._reserved: tuple[Image, ...] = ()
+        self._streams: DeviceStreams | None = None
 
     # -- on the caller's thread
 
@@ -155,13 +159,24 @@ class Contributor:
             prepared=prepared,
             agreed=agreed,
             snapshot=Snapshot(
-                prepared.copies, self.memory, timeout_s=timeout_s, copies_first=self._copies_first
+                prepared.copies,
+                self.memory,
+                timeout_s=timeout_s,
+                copies_first=self._copies_first,
+                transfer=self._transfer(flat),
             ),
             replicas=replicas,
         ), flat
 
+    def _transfer(self, flat: FlatState) -> Transfer | None:
+        """None where all tensors lie in host memory."""
+        if self._streams is None:
+            self._streams = streams_of_torch()  # torch may be imported later than this is made
+        return None if self._streams is None else Transfer.of(self._streams, flat.data, flat.places)
+
     def stage(self, staged: Staged, flat: FlatState) -> None:
         """Copy what this member will write; the caller may change its tensors as soon as this returns."""
+        staged.snapshot.follow()
         staged.snapshot.stage(flat.data, flat.places, self._helpers)
 
     def stage_lazily(self, staged: Staged, flat: FlatState) -> LazyStaging:
@@ -171,6 +186,7 @@ class Contributor:
 
     def stage_beside(self, staged: Staged, flat: FlatState) -> Future[None]:
         """As `stage`, in another thread; the caller leaves the state as it is until that is done."""
+        staged.snapshot.follow()
         return self._helpers.submit(staged.snapshot.stage, flat.data, flat.places)
 
     def close(self) -> None:
@@ -264,7 +280,7 @@ class Contributor:
         phase("committed")
         if reserve and self._reserved is not source.images:
             # Blocks went round while the writer kept up; a faster trainer or a slower store needs one for each.
-            self.memory.reserve([nbytes for image in source.images for nbytes in block_sizes(image)])
+            self.memory.reserve(*source.block_sizes())
             self._reserved = source.images
         return Baseline.of(attempt, part.table, part.segments, source.frame)
 

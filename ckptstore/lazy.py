@@ -54,6 +54,7 @@ class LazyStaging:
                     names=changed,
                 )
 
+        snapshot.follow()  # after the copies above, which the streams of this thread make
         staging = cls(thread.submit(snapshot.stage_unchanged, held, places, check))
         if torch_module() is not None:
             from ckptstore.interop.torch_hook import hold_steps, release_steps

@@ -23,6 +23,7 @@ from ckptstore.staging import Block, StagingMemory
 from ckptstore.state import Structure
 from ckptstore.store.base import BLOCK_NBYTES
 from ckptstore.tensor import Box, TensorSpec, itemsize
+from ckptstore.transfer import NO_DEVICES, Arrival, Device, Transfer
 
 SMALL_NBYTES: Final = 256 << 10  # chunks below cost the writer more Python than hashing
 SMALL_IN_A_ROW: Final = 32  # a quarter of a millisecond
@@ -103,9 +104,16 @@ class Snapshot:
     """
 
     def __init__(
-        self, plan: CopyPlan, memory: StagingMemory, *, timeout_s: float, copies_first: bool = False
+        self,
+        plan: CopyPlan,
+        memory: StagingMemory,
+        *,
+        timeout_s: float,
+        copies_first: bool = False,
+        transfer: Transfer | None = None,
     ) -> None:
         self.plan = plan
+        self.transfer = transfer
         self._memory = memory
         self._timeout_s = timeout_s
         self._writes = not copies_first  # may the writer have what is staged?
@@ -114,11 +122,21 @@ class Snapshot:
         self._changed = threading.Condition()
         self._blocks: list[Block | None] = [None] * len(plan.blocks)
         self._staged = [False] * len(plan.blocks)
+        self._arriving: dict[int, tuple[Arrival, ...]] = {}  # blocks that accelerators may still copy to
+        self._copied_from: Sequence[Any] = ()  # tensors that they may still copy from
         self._error: BaseException | None = None
         self._over = False
         self._check: Callable[[], None] | None = None
 
     # -- the trainer's side
+
+    def follow(self) -> None:
+        """What is staged is what the streams of this thread have been given to compute until now.
+
+        To be called by the thread that saves, before `stage`, which may run in another.
+        """
+        if self.transfer is not None:
+            self.transfer.follow()
 
     def stage(
         self, data: Sequence[Any], places: tuple[int, ...] | None = None, helpers: Executor | None = None
@@ -130,7 +148,10 @@ class Snapshot:
         TimeoutError when no block has become free for too long.
         """
         try:
-            self.plan.sources.look(places if places is not None else places_of(data))
+            devices = NO_DEVICES
+            if self.transfer is not None:
+                devices, self._copied_from = self.transfer.devices, data
+            self.plan.sources.look(places if places is not None else places_of(data), devices)
         except BaseException as error:
             self.fail(error)
             raise
@@ -144,6 +165,7 @@ class Snapshot:
             if helper is not None and not helper.cancel():
                 helper.exception()  # told in self._error
             self._let_write()
+            self._finish()
         if self._error is not None:
             raise self._error
 
@@ -166,16 +188,39 @@ class Snapshot:
             # The thread that stages raises it; the writer must not wait for what will not come.
             self.fail(error)
             if number is not None:
+                self._mark(number)  # some of it may have been queued
                 self.give_back(number)
+
+    def _finish(self) -> None:
+        """Wait for all that accelerators were given to copy: until then both tensors and blocks are theirs."""
+        if self.transfer is not None:
+            try:
+                self.transfer.finish()
+            except BaseException as error:
+                # Perhaps an interrupt: the tensors stay held until who discards the snapshot has waited for each block.
+                self.fail(error)
+                raise
+            self._copied_from = ()
+
+    def _mark(self, number: int) -> None:
+        devices = self.devices_of(number)
+        if self.transfer is not None and devices:
+            self._arriving[number] = self.transfer.record(devices)
+
+    def devices_of(self, number: int) -> list[Device]:
+        """Accelerators that copy to a block."""
+        return [] if self.transfer is None else self.transfer.devices_of(self.plan.blocks[number].leaf)
 
     def _fill(self, number: int, data: Sequence[Any]) -> None:
         block = self._blocks[number]
         if block is None:
             raise InternalError(f"block {number} was given back before it was staged")
-        self.plan.sources.copy(number, data, block)
+        self.plan.sources.copy(number, data, block, self.transfer)
         if self._check is not None and number == len(self.plan.blocks) - 1:
+            self._finish()  # what is still to be copied could still be changed
             self._check()
             self._check = None  # it knows the tensors
+        self._mark(number)
         with self._changed:
             self._staged[number] = True
             self._changed.notify_all()
@@ -188,11 +233,11 @@ class Snapshot:
             number = self._next
             if number == len(self.plan.blocks) or self._error is not None or self._over:
                 return None
-            size = self.plan.blocks[number].size
-            block = None if self._writes else self._memory.take_free(size)
+            size, pinned = self.plan.blocks[number].size, bool(self.devices_of(number))
+            block = None if self._writes else self._memory.take_free(size, pinned=pinned)
             if block is None:
                 self._let_write()  # what it has done with is what comes free
-                block = self._memory.take(size, timeout_s=self._timeout_s)
+                block = self._memory.take(size, timeout_s=self._timeout_s, pinned=pinned)
             with self._changed:
                 self._blocks[number] = block
             self._next = number + 1
@@ -219,7 +264,7 @@ class Snapshot:
         while nbytes:
             number, at = divmod(place, BLOCK_NBYTES)
             block = self._blocks[number] if self._writes and self._staged[number] else None
-            if block is None:
+            if block is None or number in self._arriving:
                 block = self._wait(number)
             count = min(nbytes, BLOCK_NBYTES - at)
             found.append(Piece(block.memory[at : at + count], block, at))
@@ -232,10 +277,21 @@ class Snapshot:
             block = self._blocks[number]
             if self._error is not None or block is None:
                 raise self._error or InternalError(f"block {number} was asked for after it was given back")
-            return block
+        self._arrive(number)
+        return block
+
+    def _arrive(self, number: int) -> None:
+        """Return once no accelerator copies to the block any more. If one fails, it stays marked: who knows."""
+        for arrival in self._arriving.get(number, ()):
+            arrival.wait()
+        self._arriving.pop(number, None)
 
     def give_back(self, number: int) -> None:
-        """The writer has done with a block that was staged. Safe to call twice."""
+        """The writer has done with a block that was staged. Safe to call twice.
+
+        Memory that an accelerator may still copy to is nobody's: it is not given back if the device has failed.
+        """
+        self._arrive(number)
         with self._changed:
             block, self._blocks[number] = self._blocks[number], None
         if block is not None:
@@ -292,6 +348,19 @@ class SnapshotChunks:
             return found
         # What lies before a piece may still be wanted, so its block is not one to lay a header in.
         return [Piece(piece.data, None, piece.at) for piece in found]
+
+    def block_sizes(self) -> tuple[list[int], list[int]]:
+        """Bytes of each block that a snapshot staged as these images takes: of ordinary ones, and of pinned ones."""
+        numbers = {number for number in range(len(self._uses)) if self._snapshot.devices_of(number)}
+        found: tuple[list[int], list[int]] = ([], [])
+        for image in self.images:
+            pinned = set[int]()
+            for chunk, start, size in zip(image.chunks, image.starts, image.sizes, strict=True):
+                if numbers and not numbers.isdisjoint(self._blocks[chunk]):
+                    pinned.update(range(start // BLOCK_NBYTES, -(-(start + size) // BLOCK_NBYTES)))
+            for number, nbytes in enumerate(block_sizes(image)):
+                found[number in pinned].append(nbytes)
+        return found
 
     def passed(self, chunk: int) -> None:
         for block in self._blocks[chunk]:

@@ -7,7 +7,7 @@ nothing alive, and are read only while a save holds the tensors (`FlatState.plac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from ckptstore.errors import InternalError
 from ckptstore.held import torch_module
 from ckptstore.staging import Block
 from ckptstore.tensor import TensorSpec, cut_flat_range, itemsize
+from ckptstore.transfer import NO_DEVICES, Device, Transfer, parts_of
 
 # Copies below are made many at a time: each call costs as much as 10 KiB. torch takes several threads for one from
 # 32,768 elements on, which is a disaster on busy cores, so they are of words, and no larger.
@@ -40,13 +41,17 @@ class BlockCopies:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Neighbours of one block: `views` of host memory, or None for a single copy that goes by the tensor."""
+    """Neighbours of one block: `views` of host memory, or None for what goes by the tensors.
+
+    That is a single copy, or several of one `device`.
+    """
 
     low: int
     high: int
     at: int
     nbytes: int
     views: Any
+    device: Device | None
 
 
 class Sources:
@@ -59,15 +64,18 @@ class Sources:
         self._shapes = shapes
         self._blocks = blocks
         self._places: tuple[int, ...] | None = None
+        self._devices: Mapping[int, Device] = NO_DEVICES
         self._runs: list[list[_Run]] = []
 
-    def look(self, places: tuple[int, ...]) -> None:
-        """The leaves lie at these addresses, -1 where they are no single run of host memory.
+    def look(self, places: tuple[int, ...], devices: Mapping[int, Device] = NO_DEVICES) -> None:
+        """The leaves lie at these addresses, -1 where they are no single run of host memory, or on these devices.
 
         Only views of blocks in which a leaf lies elsewhere than before are made anew: a random state is another tensor
         at every save.
         """
         before = self._places
+        if devices != self._devices:
+            before = None
         if places is before:
             return
         runs, changed = list(self._runs), range(len(self._blocks))
@@ -82,25 +90,44 @@ class Sources:
         for n in anew:
             copies = self._blocks[n]
             runs[n] = [
-                self._run(copies, low, high, places, window) for low, high in _neighbours(copies, places)
+                self._run(copies, low, high, places, window, devices)
+                for low, high in _neighbours(copies, places, devices)
             ]
-        self._runs, self._places = runs, places
+        self._runs, self._places, self._devices = runs, places, devices
 
     def _run(
-        self, copies: BlockCopies, low: int, high: int, places: tuple[int, ...], window: _Window
+        self,
+        copies: BlockCopies,
+        low: int,
+        high: int,
+        places: tuple[int, ...],
+        window: _Window,
+        devices: Mapping[int, Device],
     ) -> _Run:
         nbytes = copies.at[high - 1] + copies.nbytes[high - 1] - copies.at[low]
         views: Any = None
         if places[copies.leaf[low]] >= 0:
             parts = [(places[copies.leaf[k]] + copies.start[k], copies.nbytes[k]) for k in range(low, high)]
             views = window.torch(parts) if high - low > 1 else window.numpy(*parts[0])
-        return _Run(low, high, copies.at[low], nbytes, views)
+        return _Run(low, high, copies.at[low], nbytes, views, devices.get(copies.leaf[low]))
 
-    def copy(self, number: int, data: Sequence[Any], block: Block) -> None:
-        """Fill block `number`; `data` are the tensors of the save whose places were looked at."""
+    def copy(self, number: int, data: Sequence[Any], block: Block, transfer: Transfer | None = None) -> None:
+        """Fill block `number`; `data` are the tensors of the save whose places were looked at.
+
+        What lies on the devices of `transfer` has only been queued on return.
+        """
         copies = self._blocks[number]
         for run in self._runs[number]:
-            if run.views is None:
+            if run.device is not None and transfer is not None:
+                parts = [
+                    part
+                    for k in range(run.low, run.high)
+                    for part in parts_of(
+                        data[copies.leaf[k]], self._shapes[copies.leaf[k]], copies.start[k], copies.nbytes[k]
+                    )
+                ]
+                transfer.copy(run.device, parts, block, run.at)
+            elif run.views is None:
                 leaf, out = copies.leaf[run.low], block.memory[run.at : run.at + run.nbytes]
                 copy_range(data[leaf], self._shapes[leaf], copies.start[run.low], out)
             elif run.high - run.low == 1:
@@ -116,8 +143,10 @@ class Sources:
         concatenate(run.views, block.torch[run.at // WORD : (run.at + run.nbytes) // WORD])
 
 
-def _neighbours(copies: BlockCopies, places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of copies: small ones of host memory together where torch can take them at once, all others alone."""
+def _neighbours(
+    copies: BlockCopies, places: Sequence[int], devices: Mapping[int, Device]
+) -> Iterator[tuple[int, int]]:
+    """Ranges of copies: small ones of one memory together where torch can take them at once, all others alone."""
     together = torch_module() is not None
     low, count = 0, len(copies.leaf)
 
@@ -126,9 +155,16 @@ def _neighbours(copies: BlockCopies, places: Sequence[int]) -> Iterator[tuple[in
         words = not (place + copies.start[k] | nbytes | copies.at[k]) % WORD
         return together and words and nbytes < SMALL_NBYTES and place >= 0
 
+    def small_of(k: int, device: Device) -> bool:
+        return devices.get(copies.leaf[k]) == device and copies.nbytes[k] < SMALL_NBYTES
+
     while low < count:
         high = low + 1
-        if small(low):
+        device = devices.get(copies.leaf[low]) if devices else None
+        if device is not None:
+            while small_of(low, device) and high < count and small_of(high, device):
+                high += 1
+        elif small(low):
             while high < count and small(high):
                 high += 1
         yield low, high

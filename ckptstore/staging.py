@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -36,7 +36,8 @@ class Block:
     memory: npt.NDArray[np.uint8]
     spare: bool = False
     users: int = 1
-    torch: Any = None  # the same memory as a torch tensor, made when first wanted
+    torch: Any = None  # the same memory as a torch tensor of words, made when first wanted
+    pinned: bool = False  # an accelerator copies into it by itself
 
     @property
     def nbytes(self) -> int:
@@ -53,9 +54,13 @@ class _Counts:
 
 
 class StagingMemory:
-    """Blocks for one member's snapshots, at most `limit_nbytes` in all. Thread-safe."""
+    """Blocks for one member's snapshots, at most `limit_nbytes` in all. Thread-safe.
 
-    def __init__(self, limit_nbytes: int) -> None:
+    `pin` makes pinned memory, as a torch tensor of words, for who asks for it; None if there is none, and then
+    it is not asked again.
+    """
+
+    def __init__(self, limit_nbytes: int, *, pin: Callable[[int], Any] | None = None) -> None:
         if limit_nbytes < LIMIT_NBYTES_MIN:
             raise InvalidInputError(
                 f"a memory budget of {limit_nbytes} bytes is too small to write by blocks: give at least "
@@ -63,9 +68,10 @@ class StagingMemory:
                 memory_budget=limit_nbytes,
             )
         self.limit_nbytes = limit_nbytes
+        self._pin = pin
         self._changed = threading.Condition()
         self._free: list[Block] = []
-        self._held: Counter[int] = Counter()  # blocks by size, free or not
+        self._held: Counter[tuple[int, bool]] = Counter()  # blocks, free or not, by size and whether pinned
         self._reserves = True
         self._counts = _Counts()
 
@@ -84,21 +90,22 @@ class StagingMemory:
         """How often memory was taken from the system."""
         return self._counts.allocations
 
-    def take(self, nbytes: int, *, timeout_s: float, spare: bool = False) -> Block:
+    def take(self, nbytes: int, *, timeout_s: float, spare: bool = False, pinned: bool = False) -> Block:
         """A block of at least `nbytes`, at most BLOCK_NBYTES, whose content is anything.
 
         Waits until one is free within the limit; TimeoutError after `timeout_s`. `spare` blocks are there for writers
-        even when snapshots hold all others.
+        even when snapshots hold all others. `pinned` is a wish: look at the block.
         """
         deadline, size = time.monotonic() + timeout_s, _size(nbytes)
         with self._changed:
+            pinned = pinned and self._pin is not None
             while True:
-                block = self._reuse(size, spare)
+                block = self._reuse(size, spare, pinned)
                 if block is not None:
                     return block
                 if self._may_grow(size, spare):
                     self._use(size, spare)
-                    self._grow(size)
+                    self._grow(size, pinned)
                     break
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise TimeoutError(
@@ -106,38 +113,52 @@ class StagingMemory:
                         f"{self.limit_nbytes} bytes are in use; the store may hang, or raise memory_budget="
                     )
         try:
-            return Block(_touched(size), spare=spare)
+            return self._make(size, spare=spare, pinned=pinned)
         except BaseException:  # no memory, or an interrupt: the bytes are not held after all
             with self._changed:
                 self._use(-size, spare)
-                self._grow(-size)
+                self._grow(-size, pinned)
             raise
 
-    def take_free(self, nbytes: int) -> Block | None:
+    def take_free(self, nbytes: int, *, pinned: bool = False) -> Block | None:
         """As `take`, at once: None where memory would have to be waited for, or taken from the system."""
         with self._changed:
-            return self._reuse(_size(nbytes), spare=False)
+            return self._reuse(_size(nbytes), False, pinned)
 
-    def reserve(self, sizes: Sequence[int]) -> None:
+    def _make(self, size: int, *, spare: bool = False, users: int = 1, pinned: bool = False) -> Block:
+        pin = self._pin if pinned else None
+        words = None if pin is None else pin(size)
+        if words is not None:
+            return Block(words.numpy().view(np.uint8), spare=spare, users=users, torch=words, pinned=True)
+        block = Block(_touched(size), spare=spare, users=users)
+        if pinned:
+            with self._changed:
+                self._pin = None
+                self._held.update({(size, False): 1, (size, True): -1})
+        return block
+
+    def reserve(self, sizes: Sequence[int], pinned_sizes: Sequence[int] = ()) -> None:
         """Hold blocks of these sizes, used ones included, as far as the limit and the machine allow.
 
         For a thread beside the trainer's: new memory is touched here, so that no later save of the structure takes
         any, however fast it is staged. Ends early after `stop_reserving`.
         """
-        wanted = Counter(_size(nbytes) for nbytes in sizes)
         with self._changed:
+            pins = self._pin is not None
+            wanted = Counter((_size(nbytes), False) for nbytes in sizes)
+            wanted.update((_size(nbytes), pins) for nbytes in pinned_sizes)
             wanted.subtract(self._held)  # those in use come back
-        for size in sorted(wanted.elements(), reverse=True):
+        for size, pinned in sorted(wanted.elements(), reverse=True):
             with self._changed:
                 room = self.limit_nbytes - SPARE_BLOCKS * BLOCK_NBYTES
                 if not self._reserves or self._counts.nbytes + size > room or not hostmemory.is_left(size):
                     return
-                self._grow(size)
+                self._grow(size, pinned)
             try:
-                block = Block(_touched(size), users=0)
+                block = self._make(size, users=0, pinned=pinned)
             except (MemoryError, OSError):  # the system has no more: then saves wait for the writer
                 with self._changed:
-                    self._grow(-size)
+                    self._grow(-size, pinned)
                 return
             with self._changed:
                 self._free.append(block)
@@ -148,17 +169,27 @@ class StagingMemory:
     def _most(self, spare: bool) -> int:
         return SPARE_BLOCKS * BLOCK_NBYTES if spare else self.limit_nbytes - SPARE_BLOCKS * BLOCK_NBYTES
 
-    def _reuse(self, size: int, spare: bool) -> Block | None:
-        """The smallest free block that is not much too large, if its kind may have so much."""
+    def _reuse(self, size: int, spare: bool, pinned: bool) -> Block | None:
+        """The smallest free block that is not much too large, if its kind may have so much.
+
+        Where pinned memory is wanted and there is none free, a new block is better while the limit has room for it.
+        """
         room = self._most(spare) - self._counts.by_kind[spare]
         fitting = [b for b in self._free if size <= b.nbytes <= min(max(4 * size, _SMALL), room)]
         if not fitting:
             return None
-        block = min(fitting, key=lambda each: each.nbytes)
+        block = min(fitting, key=lambda each: (each.pinned is not pinned, each.nbytes))
+        if pinned and not block.pinned and self._pin is not None and self._has_room(size, spare):
+            return None
         self._free.remove(block)
         block.spare, block.users = spare, 1
         self._use(block.nbytes, spare)
         return block
+
+    def _has_room(self, size: int, spare: bool) -> bool:
+        counts = self._counts
+        within = counts.nbytes + size <= self.limit_nbytes and hostmemory.is_left(size)
+        return within and counts.by_kind[spare] + size <= self._most(spare)
 
     def _may_grow(self, size: int, spare: bool) -> bool:
         counts = self._counts
@@ -167,7 +198,7 @@ class StagingMemory:
         if counts.nbytes_used and counts.nbytes >= LIMIT_NBYTES_MIN and not hostmemory.is_left(size):
             return False  # a block that comes back is better than a process that is killed
         while self._free and counts.nbytes + size > self.limit_nbytes:
-            self._grow(-self._free.pop(0).nbytes)  # of a size that nobody wants now
+            self._shed(self._free.pop(0))  # of a size that nobody wants now
         return counts.nbytes + size <= self.limit_nbytes
 
     def _use(self, nbytes: int, spare: bool) -> None:
@@ -176,9 +207,12 @@ class StagingMemory:
         if nbytes < 0:
             self._changed.notify_all()
 
-    def _grow(self, nbytes: int) -> None:
+    def _shed(self, block: Block) -> None:
+        self._grow(-block.nbytes, block.pinned)
+
+    def _grow(self, nbytes: int, pinned: bool) -> None:
         counts = self._counts
-        self._held[abs(nbytes)] += 1 if nbytes > 0 else -1
+        self._held[abs(nbytes), pinned] += 1 if nbytes > 0 else -1
         counts.allocations += nbytes > 0
         counts.nbytes += nbytes
         counts.nbytes_most = max(counts.nbytes_most, counts.nbytes)
@@ -207,7 +241,7 @@ class StagingMemory:
         self.stop_reserving()
         with self._changed:
             while self._free:
-                self._grow(-self._free.pop().nbytes)
+                self._shed(self._free.pop())
 
 
 def _touched(size: int) -> npt.NDArray[np.uint8]:

@@ -16,8 +16,8 @@ def alias_instead_of_copying(patch: pytest.MonkeyPatch) -> None:
     copy, pieces = Sources.copy, Snapshot.pieces
     sources: dict[int, list[tuple[int, Any]]] = {}
 
-    def noting(self: Sources, number: int, data: Any, block: Block) -> None:
-        copy(self, number, data, block)
+    def noting(self: Sources, number: int, data: Any, block: Block, *more: Any) -> None:
+        copy(self, number, data, block, *more)
         found, copies = [], self._blocks[number]
         for leaf, start, at, nbytes in zip(copies.leaf, copies.start, copies.at, copies.nbytes, strict=True):
             view = host_bytes(data[leaf])

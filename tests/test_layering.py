@@ -101,6 +101,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "binding",
             "hostmemory",
             "staging",
+            "transfer",
             "sources",
             "lazy",
             "snapshot",
@@ -108,6 +109,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "digester",
             "journal",
         ),
+        "interop.torch_device",
     ),
     (
         "outcome",

@@ -181,9 +181,9 @@ def test_a_second_save_looks_at_other_memory_only_when_the_first_is_copied(
 ) -> None:
     url, order, look, wait = new_url(), list[str](), Sources.look, LazyStaging.wait
 
-    def looking(self: Sources, places: Any) -> None:
+    def looking(self: Sources, *args: Any) -> None:
         order.append("look")
-        look(self, places)
+        look(self, *args)
 
     def waiting(self: LazyStaging, timeout_s: float | None = None) -> None:
         wait(self, timeout_s)

@@ -116,9 +116,9 @@ def test_what_is_frozen_is_not_even_read_after_the_first_save(monkeypatch: pytes
     copied: list[str] = []
     copy = Sources.copy
 
-    def counting(self: Sources, number: int, data: Any, block: Block) -> None:
+    def counting(self: Sources, number: int, data: Any, block: Block, *more: Any) -> None:
         copied.extend(self.specs[leaf].name for leaf in self._blocks[number].leaf)
-        copy(self, number, data, block)
+        copy(self, number, data, block, *more)
 
     monkeypatch.setattr(Sources, "copy", counting)
     url = new_url()

@@ -30,35 +30,20 @@ from ckptstore import (
     StoreUnavailableError,
     contribution,
     image,
-    snapshot,
     sources,
     staging,
-    stream,
 )
 from ckptstore.contribution import Contributor
 from ckptstore.image import make_images
 from ckptstore.manifest import AttemptId
 from ckptstore.staging import StagingMemory
-from ckptstore.store import base, collected, local
 from ckptstore.store.memory import MemoryStore
 from ckptstore.stream import SegmentStream
 from ckptstore.tensor import Box, TensorSpec
+from tests.save.conftest import BLOCK
 from tests.save.runs import WAIT_S, bits, new_url, save_all
 
-BLOCK = 8192
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.bool, torch.complex128)
-
-
-@pytest.fixture(params=["copies first", "writes beside"])
-def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contribution, "COPY_THREADS", 1 << 20 if request.param == "copies first" else 0)
-    for module in (base, collected, local, staging, snapshot, stream, contribution):
-        monkeypatch.setattr(module, "BLOCK_NBYTES", BLOCK)
-    monkeypatch.setattr(staging, "LIMIT_NBYTES_MIN", 8 * BLOCK)
-    monkeypatch.setattr(staging, "_SMALL", 1024)
-    monkeypatch.setattr(contribution, "LIMIT_NBYTES_MIN", 8 * BLOCK)
-    monkeypatch.setattr(snapshot, "TWO_THREADS_NBYTES", 2 * BLOCK)
-    monkeypatch.setattr(sources, "SMALL_NBYTES", 2000)
 
 
 def tensor_of(kind: tuple[int, int, bool], seed: int) -> torch.Tensor:
