@@ -7,19 +7,21 @@ segments of their own, so that raw ones stay aligned to their elements.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, compress
 from threading import BoundedSemaphore
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import xxhash
 
 from ckptstore.baseline import Baseline
 from ckptstore.chunkbase import ChunkBase
-from ckptstore.chunktable import DELTAS, RAW, ChunkTable, TableFrame
+from ckptstore.chunksource import ChunkSource
+from ckptstore.chunktable import DELTAS, DIGEST_NBYTES, RAW, ChunkTable
 from ckptstore.clock import Clock
 from ckptstore.encoder import Bytes, Encoder, Form, Start
 from ckptstore.errors import IncompleteSaveError
@@ -36,26 +38,6 @@ from ckptstore.writelog import WriteLog
 WRITERS: Final = 4  # threads; one alone leaves the device idle between its calls
 FINISHERS: Final = 2
 UNDER_WAY: Final = 6  # blocks
-
-
-class ChunkSource(Protocol):
-    """The chunks of one part, in the order of `frame`, and the images of the segments that they may make.
-
-    Chunks in `skipped` were not staged: the caller has promised that they are stored already.
-    """
-
-    @property
-    def frame(self) -> TableFrame: ...
-    @property
-    def images(self) -> tuple[Image, ...]: ...
-    @property
-    def skipped(self) -> Collection[int]: ...
-
-    def pieces(self, chunk: int) -> Sequence[Piece]:
-        """The chunk's bytes, once they are staged; raises what staging failed of."""
-
-    def passed(self, chunk: int) -> None:
-        """The writer has done with the chunk, or holds the blocks that it still needs."""
 
 
 class _Columns:
@@ -96,15 +78,13 @@ class _Open:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Fresh:
-    """A chunk that is to be written, perhaps in the form that is being made."""
+    """Chunks at neighbouring places that are to be written; one alone perhaps in the form that is being made."""
 
-    place: int
-    chunk: int
-    digest: bytes
-    size: int
+    places: range
+    digests: Sequence[bytes]
     pieces: Sequence[Piece]
-    data: Bytes | None  # of one that is looked at by the encoder
-    form: Future[Form | None] | None
+    data: Bytes | None = None  # of one that is looked at by the encoder
+    form: Future[Form | None] | None = None
 
 
 class ChunkWriting:
@@ -131,6 +111,7 @@ class ChunkWriting:
         self.attempt = attempt
         self.source = source
         self.stored = baseline.table if baseline is not None else None
+        self._had = self.stored.digest.tobytes() if self.stored is not None else b""
         self.known = baseline.rows(source.frame) if baseline is not None else [-1] * len(source.frame.specs)
         self.columns = _Columns(len(source.frame.specs))
         self.nbytes_written = self.nbytes_reused = 0
@@ -186,37 +167,46 @@ class ChunkWriting:
         self, image: Image, writers: ThreadPoolExecutor, encoders: ThreadPoolExecutor, streams: ExitStack
     ) -> None:
         """Write one image's chunks that are not stored already; those that wait for their form in order."""
-        for place, chunk in enumerate(image.chunks):
-            pieces = self.source.pieces(chunk)
-            digest, size = digest_of_pieces(pieces), image.sizes[place]
-            if self._is_stored(chunk, digest, size):
-                self.source.passed(chunk)
-                continue
-            self._waiting.append(self._look(place, chunk, digest, size, pieces, encoders))
-            busy = sum(each.form is not None for each in self._waiting)
-            while self._waiting and (not busy or busy > self._cores or self._waiting[0].form is None):
-                busy -= self._waiting[0].form is not None
-                self._append(self._waiting.popleft(), image, writers, streams)
+        for places in self.source.runs(image):
+            for fresh in self._fresh(image, places):
+                self._waiting.append(self._look(fresh, image, encoders))
+                busy = sum(each.form is not None for each in self._waiting)
+                while self._waiting and (not busy or busy > self._cores or self._waiting[0].form is None):
+                    busy -= self._waiting[0].form is not None
+                    self._append(self._waiting.popleft(), image, writers, streams)
         while self._waiting:
             self._append(self._waiting.popleft(), image, writers, streams)
 
-    def _look(
-        self,
-        place: int,
-        chunk: int,
-        digest: bytes,
-        size: int,
-        pieces: Sequence[Piece],
-        encoders: ThreadPoolExecutor,
-    ) -> _Fresh:
+    def _fresh(self, image: Image, places: range) -> Iterator[_Fresh]:
+        """What of a run is to be written: chunk by chunk where an encoder looks at each, else neighbours together."""
+        pieces = self.source.pieces(image, places)
+        chunks, sizes = image.chunks[places.start : places.stop], image.sizes[places.start : places.stop]
+        digests = digests_of(pieces, sizes)
+        stored = list(map(self._is_stored, chunks, digests, sizes))
+        if any(stored):
+            self.source.passed(list(compress(chunks, stored)))
+        low = 0
+        while low < len(stored):
+            high = low + 1
+            while self.encoder is None and high < len(stored) and stored[high] == stored[low]:
+                high += 1
+            if not stored[low]:
+                part = places[low:high]
+                yield _Fresh(part, digests[low:high], _cut(pieces, sizes, low, high))
+            low = high
+
+    def _look(self, fresh: _Fresh, image: Image, encoders: ThreadPoolExecutor) -> _Fresh:
         """The chunk, on its way to the encoder if it is one for it."""
+        if self.encoder is None:
+            return fresh
+        chunk, size = image.chunks[fresh.places.start], image.sizes[fresh.places.start]
         encoder, spec, box = self.encoder, self.source.frame.specs[chunk], self.source.frame.boxes[chunk]
-        form, data = None, None
-        if encoder is not None and (encoder.may_encode(spec, size) or encoder.wants_base(spec, size)):
-            data = _joined(pieces)
-            if encoder.may_encode(spec, size):
-                form = encoders.submit(encoder.encode, spec, box, data, self._start(chunk))
-        return _Fresh(place, chunk, digest, size, pieces, data, form)
+        if not (encoder.may_encode(spec, size) or encoder.wants_base(spec, size)):
+            return fresh
+        data, form = _joined(fresh.pieces), None
+        if encoder.may_encode(spec, size):
+            form = encoders.submit(encoder.encode, spec, box, data, self._start(chunk))
+        return replace(fresh, data=data, form=form)
 
     def _start(self, chunk: int) -> Start | None:
         """What the chunk may be a difference from: what the baseline stores in full, not for too long."""
@@ -241,44 +231,57 @@ class ChunkWriting:
         )
 
     def _append(self, fresh: _Fresh, image: Image, writers: ThreadPoolExecutor, streams: ExitStack) -> None:
-        chunk, columns = fresh.chunk, self.columns
+        columns, low, high = self.columns, fresh.places.start, fresh.places.stop
         form = fresh.form.result() if fresh.form is not None else None
         found = self._open.get(form is not None)
         if found is None:
             key = segment_key(self.attempt, self.member, self._name, self._count)
             found = _Open(streams.enter_context(self._stream(key, image, writers)), [], [])
             self._open[form is not None], self._count = found, self._count + 1
-        stream, size = found.stream, fresh.size if form is None else form.data.size
-        columns.segments[chunk], columns.starts[chunk] = stream.key, stream.nbytes
-        columns.nbytes[chunk], columns.digests[chunk] = size, fresh.digest
+        stream, chunks = found.stream, image.chunks[low:high]
+        sizes = image.sizes[low:high] if form is None else (form.data.size,)
+        start, key = stream.nbytes, stream.key
+        for chunk, digest, size in zip(chunks, fresh.digests, sizes, strict=True):
+            columns.segments[chunk], columns.starts[chunk] = key, start
+            columns.nbytes[chunk], columns.digests[chunk] = size, digest
+            start += size
         if form is not None:
-            columns.codecs[chunk], columns.stored_digests[chunk] = form.codec, form.stored_digest
-            columns.bases[chunk], columns.reuses[chunk] = form.base, form.reuses
-        self._keep(fresh, stream.key, stream.nbytes, size)
-        self.nbytes_written += size
-        found.places.append(fresh.place)
-        found.sizes.append(size)
+            columns.codecs[chunks[0]], columns.stored_digests[chunks[0]] = form.codec, form.stored_digest
+            columns.bases[chunks[0]], columns.reuses[chunks[0]] = form.base, form.reuses
+        if fresh.data is not None:
+            self._keep(chunks[0], fresh.data, image.sizes[low])
+        self.nbytes_written += start - stream.nbytes
+        found.places.extend(fresh.places)
+        found.sizes.extend(sizes)
         for piece in fresh.pieces if form is None else [Piece(form.data, None, 0)]:
             stream.append(piece)
-        self.source.passed(chunk)
+        self.source.passed(chunks)
 
-    def _keep(self, fresh: _Fresh, segment: str, start: int, nbytes: int) -> None:
+    def _keep(self, chunk: int, data: Bytes, size: int) -> None:
         """Hold the bytes of a chunk that is stored in full, for deltas to come."""
-        spec, codec = self.source.frame.specs[fresh.chunk], self.columns.codecs[fresh.chunk]
-        if self.encoder is None or fresh.data is None or codec in DELTAS:
+        spec, columns = self.source.frame.specs[chunk], self.columns
+        codec = columns.codecs[chunk]
+        if self.encoder is None or codec in DELTAS or not self.encoder.wants_base(spec, size):
             return
-        if self.encoder.wants_base(spec, fresh.size):
-            place = ChunkBase(segment=segment, start=start, nbytes=nbytes, codec=codec, digest=fresh.digest)
-            self.encoder.keep(spec, self.source.frame.boxes[fresh.chunk], place, fresh.data)
+        place = ChunkBase(
+            segment=columns.segments[chunk],
+            start=columns.starts[chunk],
+            nbytes=columns.nbytes[chunk],
+            codec=codec,
+            digest=columns.digests[chunk],
+        )
+        self.encoder.keep(spec, self.source.frame.boxes[chunk], place, data)
 
     def _is_stored(self, chunk: int, digest: bytes, size: int) -> bool:
         """Refer to the baseline's chunk if it has the same bytes and was not referred to for too long."""
-        row, stored = self.known[chunk], self.stored
-        if row < 0 or stored is None or not size:
+        row = self.known[chunk]
+        if row < 0 or self.stored is None or not size:
             return False
-        if stored.digest[row].tobytes() != digest or int(stored.reuses[row]) >= self.rewrite_every:
+        if self._had[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES] != digest:
             return False
-        self.nbytes_reused += self.columns.reuse(chunk, stored, row)
+        if int(self.stored.reuses[row]) >= self.rewrite_every:
+            return False
+        self.nbytes_reused += self.columns.reuse(chunk, self.stored, row)
         return True
 
     def _stream(self, key: str, image: Image, writers: ThreadPoolExecutor) -> SegmentStream:
@@ -309,11 +312,21 @@ def _joined(pieces: Sequence[Piece]) -> Bytes:
     return data
 
 
-def digest_of_pieces(pieces: Sequence[Piece]) -> bytes:
-    """XXH3-128 of the bytes end to end."""
+def _cut(pieces: Sequence[Piece], sizes: Sequence[int], low: int, high: int) -> Sequence[Piece]:
+    """Of the pieces of chunks of these sizes those of some; several chunks are one piece."""
+    if high - low == len(sizes):
+        return pieces
+    (piece,) = pieces
+    at = sum(sizes[:low])
+    return [Piece(piece.data[at : at + sum(sizes[low:high])], piece.block, piece.at + at)]
+
+
+def digests_of(pieces: Sequence[Piece], sizes: Sequence[int]) -> list[bytes]:
+    """XXH3-128 of each chunk, of which the pieces are the bytes end to end; several chunks are one piece."""
     if len(pieces) == 1:
-        return xxhash.xxh3_128_digest(pieces[0].data.data)
+        data, ends = pieces[0].data.data, list(accumulate(sizes))
+        return [xxhash.xxh3_128_digest(data[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
     hasher = xxhash.xxh3_128()
     for piece in pieces:
         hasher.update(piece.data.data)
-    return hasher.digest()
+    return [hasher.digest()]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.baseline import Baseline
+from ckptstore.chunksource import ChunkPlaces, SnapshotChunks
 from ckptstore.chunktable import TableFrame
 from ckptstore.clock import tries
 from ckptstore.commit import Committer
@@ -38,7 +39,7 @@ from ckptstore.outcome import abandon_reason, abandoned, fenced
 from ckptstore.plan.encode import NOTHING_ENCODED, CodecRules
 from ckptstore.plan.save import PlannedChunk
 from ckptstore.replicaset import ReplicaSet
-from ckptstore.snapshot import COPY_THREADS, CopyPlan, Snapshot, SnapshotChunks, whole_leaves
+from ckptstore.snapshot import COPY_THREADS, CopyPlan, Snapshot, whole_leaves
 from ckptstore.staging import LIMIT_NBYTES_MIN, SPARE_BLOCKS, StagingMemory
 from ckptstore.state import Known, flatten
 from ckptstore.store.base import BLOCK_NBYTES, Store
@@ -60,6 +61,7 @@ class Prepared:
     skip: frozenset[int]  # chunks
     frame: TableFrame
     copies: CopyPlan
+    places: ChunkPlaces
 
     @classmethod
     def of(
@@ -67,7 +69,8 @@ class Prepared:
     ) -> Prepared:
         images = make_images(frame.specs, frame.boxes, skip=skip)
         copies = CopyPlan.of(structure, plan, images)
-        return cls(structure=structure, plan=plan, skip=skip, frame=frame, copies=copies)
+        places = ChunkPlaces.of(images, copies.place, len(copies.blocks))
+        return cls(structure=structure, plan=plan, skip=skip, frame=frame, copies=copies, places=places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -335,16 +338,12 @@ def _chunks(staged: Staged, agreed: Agreed) -> SnapshotChunks:
     """The planned chunks in the snapshot: as staged, or cut out of whole leaves when the plan came later."""
     prepared = staged.prepared
     if staged.agreed is not None:
-        images, places = prepared.copies.images, prepared.copies.place
-        return SnapshotChunks(staged.snapshot, prepared.frame, images, places, in_place=True)
+        return SnapshotChunks(staged.snapshot, prepared.frame, prepared.places, in_place=True)
     structure = prepared.structure
     frame = _frame(structure, agreed.chunks)
-    places = tuple(
-        prepared.copies.place[chunk.shard] + _start_in(structure, chunk) for chunk in agreed.chunks
-    )
-    return SnapshotChunks(
-        staged.snapshot, frame, make_images(frame.specs, frame.boxes), places, in_place=False
-    )
+    starts = [prepared.copies.place[chunk.shard] + _start_in(structure, chunk) for chunk in agreed.chunks]
+    places = ChunkPlaces.of(make_images(frame.specs, frame.boxes), starts, len(prepared.copies.blocks))
+    return SnapshotChunks(staged.snapshot, frame, places, in_place=False)
 
 
 def _start_in(structure: Structure, chunk: PlannedChunk) -> int:

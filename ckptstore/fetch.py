@@ -2,8 +2,8 @@
 
 Each thread (a lane) reads a block, verifies it, puts it in place and reads the next; while one verifies, the
 others read, so the device is never idle and no queue is needed. A block read past the page cache costs one copy
-into the target; bytes that are in memory already go straight into it, in windows that are still in a core's own
-cache when they are hashed. Memory is leased from one budget. Figures: docs/explanation/performance.md.
+into the target; bytes that are in memory already go straight into it, in windows that are hashed while they are
+near. Memory is leased from one budget. Figures: docs/explanation/performance.md.
 """
 
 from __future__ import annotations

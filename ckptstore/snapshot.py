@@ -8,26 +8,21 @@ snapshot lives in this process and can be lost; what is durable is decided elsew
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from ckptstore.chunktable import TableFrame
 from ckptstore.errors import InternalError
-from ckptstore.image import Image, make_images
+from ckptstore.image import Image
 from ckptstore.plan.save import PlannedChunk
 from ckptstore.sources import BlockCopies, Bytes, Sources, places_of
 from ckptstore.staging import Block, StagingMemory
 from ckptstore.state import Structure
 from ckptstore.store.base import BLOCK_NBYTES
-from ckptstore.tensor import Box, TensorSpec, itemsize
+from ckptstore.tensor import itemsize
 from ckptstore.transfer import NO_DEVICES, Arrival, Device, Transfer
 
-SMALL_NBYTES: Final = 256 << 10  # chunks below cost the writer more Python than hashing
-SMALL_IN_A_ROW: Final = 32  # a quarter of a millisecond
-PAUSE_S: Final = 20e-6
 COPY_THREADS: Final = 2
 TWO_THREADS_NBYTES: Final = 32 << 20  # below, a second thread costs more than it copies
 
@@ -304,91 +299,6 @@ class Snapshot:
             staged = [number for number, done in enumerate(self._staged) if done]
         for number in staged:
             self.give_back(number)
-
-
-class SnapshotChunks:
-    """The chunks of a plan, in a snapshot: as they were staged, or cut out of whole leaves when the plan came later.
-
-    `places` are those of the chunks in the snapshot's blocks. Blocks are given back as the last chunk of each is
-    passed. `in_place` promises that `images` are those that the snapshot was staged as.
-    """
-
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        frame: TableFrame,
-        images: tuple[Image, ...],
-        places: Sequence[int],
-        *,
-        in_place: bool,
-    ) -> None:
-        self.frame = frame
-        self.images = images
-        self.skipped = [chunk for chunk, place in enumerate(places) if place < 0]
-        self._snapshot = snapshot
-        self._places = places
-        self._in_place = in_place
-        self._sizes = {
-            chunk: size for image in images for chunk, size in zip(image.chunks, image.sizes, strict=True)
-        }
-        self._uses = [0] * len(snapshot.plan.blocks)
-        self._blocks = {chunk: self._span(chunk) for chunk in self._sizes}
-        for span in self._blocks.values():
-            for block in span:
-                self._uses[block] += 1
-        self._small = 0
-
-    def _span(self, chunk: int) -> range:
-        place, size = self._places[chunk], self._sizes[chunk]
-        return range(place // BLOCK_NBYTES, -(-(place + size) // BLOCK_NBYTES)) if size else range(0)
-
-    def pieces(self, chunk: int) -> list[Piece]:
-        found = self._snapshot.pieces(self._places[chunk], self._sizes[chunk])
-        if self._in_place:
-            return found
-        # What lies before a piece may still be wanted, so its block is not one to lay a header in.
-        return [Piece(piece.data, None, piece.at) for piece in found]
-
-    def block_sizes(self) -> tuple[list[int], list[int]]:
-        """Bytes of each block that a snapshot staged as these images takes: of ordinary ones, and of pinned ones."""
-        numbers = {number for number in range(len(self._uses)) if self._snapshot.devices_of(number)}
-        found: tuple[list[int], list[int]] = ([], [])
-        for image in self.images:
-            pinned = set[int]()
-            for chunk, start, size in zip(image.chunks, image.starts, image.sizes, strict=True):
-                if numbers and not numbers.isdisjoint(self._blocks[chunk]):
-                    pinned.update(range(start // BLOCK_NBYTES, -(-(start + size) // BLOCK_NBYTES)))
-            for number, nbytes in enumerate(block_sizes(image)):
-                found[number in pinned].append(nbytes)
-        return found
-
-    def passed(self, chunk: int) -> None:
-        for block in self._blocks[chunk]:
-            self._uses[block] -= 1
-            if not self._uses[block]:
-                self._snapshot.give_back(block)
-        if self._sizes[chunk] < SMALL_NBYTES:
-            self._small += 1
-            if self._small % SMALL_IN_A_ROW == 0:
-                # The trainer's threads would wait 5 ms for the interpreter each time they want it back.
-                time.sleep(PAUSE_S)
-
-
-class ListedChunks:
-    """Chunks that lie in memory of their own, which does not change before they are written."""
-
-    skipped: Sequence[int] = ()
-
-    def __init__(self, specs: Sequence[TensorSpec], boxes: Sequence[Box], data: Sequence[Bytes]) -> None:
-        self.frame = TableFrame.of(specs, boxes)
-        self.images = make_images(specs, boxes)
-        self._data = data
-
-    def pieces(self, chunk: int) -> list[Piece]:
-        return [Piece(self._data[chunk], None, 0)]
-
-    def passed(self, chunk: int) -> None:
-        """They are the caller's."""
 
 
 def whole_leaves(structure: Structure) -> tuple[PlannedChunk, ...]:

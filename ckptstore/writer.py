@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from ckptstore.baseline import Baseline
 from ckptstore.chunkbase import ChunkBase
+from ckptstore.chunksource import ChunkSource
 from ckptstore.chunktable import ChunkTable, TableFrame
-from ckptstore.chunkwriter import ChunkSource, ChunkWriting
+from ckptstore.chunkwriter import ChunkWriting
 from ckptstore.clock import Clock, SystemClock
 from ckptstore.encoder import Encoder
 from ckptstore.errors import (

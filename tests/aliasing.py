@@ -28,9 +28,11 @@ def alias_instead_of_copying(patch: pytest.MonkeyPatch) -> None:
     def aliased(self: Snapshot, place: int, nbytes: int) -> list[Piece]:
         found = []
         for piece in pieces(self, place, nbytes):
-            own = sources[piece.block.memory.ctypes.data] if piece.block is not None else []
-            data = [view for at, view in own if at == piece.at and view.nbytes == piece.data.nbytes]
-            found.append(Piece(data[0], None, 0) if data else piece)
+            data = piece.data.copy()
+            for at, view in sources[piece.block.memory.ctypes.data] if piece.block is not None else []:
+                if piece.at <= at < piece.at + data.nbytes:
+                    data[at - piece.at : at - piece.at + view.nbytes] = view
+            found.append(Piece(data, None, 0))
         return found
 
     patch.setattr(Sources, "copy", noting)

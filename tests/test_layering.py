@@ -105,6 +105,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "sources",
             "lazy",
             "snapshot",
+            "chunksource",
             "image",
             "digester",
             "journal",

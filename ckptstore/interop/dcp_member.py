@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.baseline import Baseline
+from ckptstore.chunksource import ListedChunks
 from ckptstore.claim import claim
 from ckptstore.clock import SystemClock
 from ckptstore.commit import Committer
@@ -30,7 +31,6 @@ from ckptstore.interop.dcp_names import dcp_layout
 from ckptstore.journal import Journal
 from ckptstore.manifest import AttemptId, Member, Part
 from ckptstore.outcome import abandon_reason, fenced
-from ckptstore.snapshot import ListedChunks
 from ckptstore.store.base import Store
 from ckptstore.writer import PartWriter, StoredChunks
 

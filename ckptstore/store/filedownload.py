@@ -20,7 +20,7 @@ from ckptstore.store import file
 from ckptstore.store.base import BLOCK_NBYTES, check_range
 from ckptstore.store.direct import ALIGN
 
-CACHED_WINDOW_NBYTES: Final = 512 * 2**10  # what a core's own cache still has when it is hashed
+CACHED_WINDOW_NBYTES: Final = 2 * 2**20  # with smaller ones lanes wait for the interpreter too often
 DIRECT_NBYTES_MIN: Final = 256 * 2**10  # a shorter read gains nothing from it
 _SAMPLES: Final = 16
 _REFUSED: Final = (errno.EINVAL, errno.EOPNOTSUPP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptstore import contribution, incarnation, snapshot, sources, staging, stream
+from ckptstore import chunksource, contribution, incarnation, snapshot, sources, staging, stream
 from ckptstore.store import base, collected, local
 
 BLOCK = 8192
@@ -20,7 +20,7 @@ def without_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of two pages, so that small states cross many of them."""
     monkeypatch.setattr(contribution, "COPY_THREADS", 1 << 20 if request.param == "copies first" else 0)
-    for module in (base, collected, local, staging, snapshot, stream, contribution):
+    for module in (base, collected, local, staging, snapshot, stream, contribution, chunksource):
         monkeypatch.setattr(module, "BLOCK_NBYTES", BLOCK)
     monkeypatch.setattr(staging, "LIMIT_NBYTES_MIN", 8 * BLOCK)
     monkeypatch.setattr(staging, "_SMALL", 1024)

@@ -28,11 +28,13 @@ from ckptstore import (
     InvalidInputError,
     Sharded,
     StoreUnavailableError,
+    chunksource,
     contribution,
     image,
     sources,
     staging,
 )
+from ckptstore.chunksource import TOGETHER_MAX, ChunkPlaces
 from ckptstore.contribution import Contributor
 from ckptstore.image import make_images
 from ckptstore.manifest import AttemptId
@@ -467,6 +469,46 @@ def test_images_hold_every_chunk_once_and_end_to_end(sizes: list[int], most: int
             at += size
         assert at == each.nbytes
         assert sum(each.sizes) <= most or len(each.chunks) == 1
+
+
+@given(
+    chunks=st.lists(
+        st.tuples(st.integers(0, 1200) | st.just(300_000), st.sampled_from([0, 0, 0, 8])), max_size=200
+    ),
+    segment_nbytes=st.sampled_from([5000, 1 << 30]),
+)
+def test_chunks_that_are_taken_at_once_are_one_piece_of_one_block(
+    chunks: list[tuple[int, int]], segment_nbytes: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunksource, "BLOCK_NBYTES", BLOCK)
+        specs = [
+            TensorSpec(name=f"r/{n}", dtype="uint8", shape=(size,)) for n, (size, _) in enumerate(chunks)
+        ]
+        images = make_images(specs, [Box.whole(spec.shape) for spec in specs], segment_nbytes=segment_nbytes)
+        place, at = [-1] * len(chunks), 0
+        for image in images:
+            for chunk in image.chunks:
+                place[chunk] = at + chunks[chunk][1]
+                at = place[chunk] + chunks[chunk][0]
+        places = ChunkPlaces.of(images, place, at // BLOCK + 1)
+    assert [sum(block in each for each in places.blocks) for block in range(at // BLOCK + 1)] == places.uses
+    for image in images:
+        assert [n for run in places.runs[image] for n in run] == list(range(len(image.chunks)))
+        for run in places.runs[image]:
+            taken = [image.chunks[n] for n in run]
+            starts, sizes = [place[chunk] for chunk in taken], [chunks[chunk][0] for chunk in taken]
+            assert len(run) <= chunksource.TOGETHER_MAX
+            if len(run) > 1:
+                assert starts == [starts[0] + sum(sizes[:n]) for n in range(len(run))]
+                assert starts[0] // BLOCK == (starts[0] + sum(sizes) - 1) // BLOCK
+
+
+def test_neighbours_are_taken_together() -> None:
+    specs = [TensorSpec(name=f"r/{n:02}", dtype="uint8", shape=(1000,)) for n in range(2 * TOGETHER_MAX)]
+    images = make_images(specs, [Box.whole(spec.shape) for spec in specs])
+    places = ChunkPlaces.of(images, images[0].starts, 1)
+    assert places.runs[images[0]] == [range(TOGETHER_MAX), range(TOGETHER_MAX, 2 * TOGETHER_MAX)]
 
 
 def test_an_interrupt_before_the_first_block_does_not_leave_the_writer_waiting(
