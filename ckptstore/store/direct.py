@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 ALIGN: Final = 4096  # of memory, offsets and lengths: no device asks for more
 _SYNC_FILE_RANGE_WRITE: Final = 2
-_REFUSED: Final = (errno.EINVAL, errno.EOPNOTSUPP)
+# EFAULT: memory that an accelerator's driver has pinned may be none that the kernel can give to a disk.
+_REFUSED: Final = (errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT)
 
 
 def aligned(nbytes: int) -> npt.NDArray[np.uint8]:
